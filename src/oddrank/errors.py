@@ -1,0 +1,17 @@
+"""The two ways oddrank says no.
+
+An error is one paragraph: what is wrong, where, the numbers, and what would work instead. The command line
+prints it and leaves with the class's exit code; nothing else is ever printed for bad input.
+"""
+
+
+class OddrankError(Exception):
+    """Bad usage or bad input: an unknown family, a corrupt header, a plan that cannot be proven."""
+
+    exit_code = 2
+
+
+class CheckFailedError(OddrankError):
+    """The input was good and a check of it failed: logits differ, a tensor is unmatched."""
+
+    exit_code = 1
