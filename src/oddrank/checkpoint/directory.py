@@ -1,0 +1,202 @@
+"""Which files of a model directory hold its weights, and which may be touched at all.
+
+Names inside a checkpoint are data that somebody else wrote, so a file is opened only where its real path lies
+in the directory. The one exception is the Hugging Face hub's cache, whose snapshots are links to blobs of the
+same repository.
+"""
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from oddrank.checkpoint.header import show, why
+from oddrank.errors import OddrankError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_SHARD = re.compile(r"model.*\.safetensors")
+_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_GGUF = (".gguf", ".ggml")
+_WEIGHTS = (".safetensors", *_PICKLED, *_GGUF, ".h5", ".msgpack", ".onnx", ".onnx_data", ".npz", ".tflite")
+_BOOKKEEPING = (".safetensors.index.json", ".bin.index.json", ".partial", ".incomplete", ".lock")
+_NOT_CARRIED = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
+
+
+def model_directory(path: Path) -> Path:
+    """The directory `path`, with no link left in it. OddrankError where it is not a readable directory."""
+    shown = show(str(path))
+    try:
+        real = Path(os.path.realpath(path, strict=True))
+        mode = real.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        hint = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+            hint = f" If it is a model of the Hugging Face hub, download it first: hf download {path}."
+        raise OddrankError(f"There is no {shown}. Give the path of a model directory.{hint}") from None
+    except OSError as error:
+        raise OddrankError(f"{shown} cannot be read: {why(error)}.") from None
+    except ValueError as error:
+        raise OddrankError(f"{shown} is not a path ({error}).") from None
+    if not stat.S_ISDIR(mode):
+        raise OddrankError(
+            f"{shown} is a file, not a model directory. Give the directory that holds config.json and "
+            f"the .safetensors files, here perhaps {show(str(path.parent))}."
+        )
+    return real
+
+
+def list_directory(root: Path) -> list[str]:
+    """Names in the directory, sorted."""
+    try:
+        return sorted(os.listdir(root))
+    except OSError as error:
+        raise OddrankError(f"{show(str(root))} cannot be read: {why(error)}.") from None
+
+
+def inside(root: Path, name: str, source: str) -> Path:
+    """The real path of the file `name` of the directory `root` (itself a real path).
+
+    `source` says who names the file. OddrankError where the name is absolute, climbs out, does not exist or
+    is not a regular file, or where its links lead out of the directory (blobs of the same hub cache are
+    allowed).
+    """
+    parts = name.split("/")
+    if not name or name.startswith("/") or ".." in parts or "\0" in name or "\\" in name:
+        raise OddrankError(
+            f"{source} names the file {show(name)}, which lies outside the model directory {root}. Only "
+            f"files "
+            f"of the directory itself are read: correct the name."
+        )
+    path = root / name
+    try:
+        real = Path(os.path.realpath(path, strict=True))
+        mode = real.stat().st_mode
+    except FileNotFoundError:
+        raise OddrankError(f"{source} names the file {show(name)}, which is missing from {root}.") from None
+    except (OSError, ValueError) as error:
+        reason = why(error) if isinstance(error, OSError) else str(error)
+        raise OddrankError(
+            f"{source} names the file {show(name)} of {root}, which cannot be read: {reason}."
+        ) from None
+    blobs = _hub_blobs(root)
+    if not real.is_relative_to(root) and (blobs is None or real.parent != blobs):
+        raise OddrankError(
+            f"{source} names the file {show(name)}, a link that leads outside the model directory {root}, to "
+            f"{real}. "
+            f"Put the file itself, or a hard link to it, in the directory."
+        )
+    if not stat.S_ISREG(mode):
+        raise OddrankError(f"{source} names {show(name)} of {root}, which is not a regular file.")
+    return real
+
+
+def _hub_blobs(root: Path) -> Path | None:
+    """The blob folder of the hub cache that `root` is a snapshot in (or a folder of one), if it is."""
+    for folder in (root, *root.parents):
+        repository = folder.parent.parent
+        if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
+            return repository / "blobs"
+    return None
+
+
+def shard_names(root: Path, names: list[str]) -> list[str]:
+    """The weight files of a directory that has no index, by their names. OddrankError where none or some are
+    missing."""
+    shards = [name for name in names if _SHARD.fullmatch(name)]
+    if not shards:
+        raise _no_weights(root, names)
+    if SINGLE in shards:
+        if len(shards) > 1:
+            raise OddrankError(
+                f"{root} holds both {SINGLE} and {show(next(s for s in shards if s != SINGLE))}, and no "
+                f"{INDEX} that "
+                f"says which of them are the model. Keep one of the two sets."
+            )
+        return shards
+    totals: dict[tuple[str, int], set[int]] = {}
+    for shard in shards:
+        match = _NUMBERED.fullmatch(shard)
+        if match is None:
+            continue
+        totals.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    if len(totals) > 1:
+        sets = " and ".join(f"{show(stem)} of {total}" for stem, total in sorted(totals))
+        raise OddrankError(
+            f"{root} has no {INDEX} and mixes shards of different sets ({sets}). Keep one set."
+        )
+    for (_, total), numbers in totals.items():
+        present = sum(1 for number in numbers if 1 <= number <= total)
+        if present < total:
+            # A number in a file name can be anything: look only as far as the missing one must lie.
+            first = next(n for n in range(1, len(numbers) + 2) if n not in numbers)
+            raise OddrankError(
+                f"{root} has {present} of {total} shards: number {first} is the first of {total - present} "
+                f"missing. "
+                f"Download the model again."
+            )
+    return shards
+
+
+def _no_weights(root: Path, names: list[str]) -> OddrankError:
+    def some(found: list[str]) -> str:
+        return f"{show(found[0])}" + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+
+    other = [n for n in names if n.endswith(".safetensors")]
+    if other:
+        return OddrankError(
+            f"{root} has no {SINGLE}, no model-*.safetensors and no {INDEX}, but {some(other)}. If that is "
+            f"the whole "
+            f"model in transformers' naming, rename it to {SINGLE}."
+        )
+    gguf = [n for n in names if n.endswith(_GGUF)]
+    if gguf:
+        return OddrankError(
+            f"{root} holds GGUF files ({some(gguf)}) and no .safetensors. oddrank reads safetensors: "
+            f"download the "
+            f"model's original repository, or convert with transformers: "
+            f"AutoModelForCausalLM.from_pretrained(DIR, gguf_file=FILE).save_pretrained(OUT)."
+        )
+    pickled = [n for n in names if n.endswith(_PICKLED)]
+    if pickled:
+        return OddrankError(
+            f"{root} holds PyTorch pickle files ({some(pickled)}) and no .safetensors. oddrank reads "
+            f"safetensors only, "
+            f"as a pickle can run code. Convert it with transformers: "
+            f"AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(OUT)."
+        )
+    return OddrankError(
+        f"{root} holds no .safetensors file ({len(names)} other files). Give a model directory, complete "
+        f"with weights."
+    )
+
+
+def carried_files(root: Path, weights: frozenset[str]) -> tuple[str, ...]:
+    """Every file below `root` that holds no weights, as sorted relative names with forward slashes.
+
+    Left out are weights in any format, shard indexes, and the bookkeeping of git and of download tools.
+    OddrankError for a link that leads outside the directory.
+    """
+    found: list[str] = []
+
+    def fail(error: OSError) -> None:
+        raise OddrankError(f"{show(str(error.filename))} cannot be read: {why(error)}.") from None
+
+    for folder, folders, files in os.walk(root, onerror=fail):
+        folders[:] = sorted(f for f in folders if f not in _NOT_CARRIED and not f.endswith(".partial"))
+        for folder_name in list(folders):
+            if os.path.islink(os.path.join(folder, folder_name)):
+                raise OddrankError(
+                    f"{show(os.path.join(folder, folder_name))} is a link to a directory. Put the directory "
+                    f"itself in the "
+                    f"model directory, or remove the link."
+                )
+        for file in files:
+            name = os.path.relpath(os.path.join(folder, file), root)
+            if name in weights or file.endswith((*_WEIGHTS, *_BOOKKEEPING)):
+                continue
+            inside(root, name, "The model directory")
+            found.append(name)
+    return tuple(sorted(found))
