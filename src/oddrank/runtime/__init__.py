@@ -1,0 +1,1 @@
+"""Our own engine. Importing this package imports no torch; its modules do."""
