@@ -1,0 +1,58 @@
+# Every target makes its own virtual environment first; nothing but Python >= 3.11 and make is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo model test test-long test-gpu bench lint clean
+
+help: ## this list
+	@echo "Targets (PYTHON=python3.12 picks the interpreter for a new .venv):"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+install: $(STAMP) ## the virtual environment .venv with everything below
+
+demo: $(STAMP) ## fetch SmolLM2-135M, plan and run it at TP 1 to 5, compare the texts
+	@$(BIN)/python -m oddrank.demo
+
+model: $(STAMP) ## only fetch and convert the demo's model
+	@$(BIN)/python -m oddrank.demo.smollm2
+
+lint: $(STAMP) ## ruff and mypy
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+
+test: lint ## lint, then every test but the long ones
+	@$(BIN)/pytest -m "not long and not gpu"
+
+test-long: $(STAMP) ## the long tests: thousands of random layouts
+	@$(BIN)/pytest -m "long and not gpu"
+
+test-gpu: $(STAMP) ## the tests that need a CUDA GPU; skipped where there is none
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $(BIN)/pytest -m gpu; \
+	else \
+	  echo "test-gpu: skipped, torch $$($(BIN)/python -c 'import torch; print(torch.__version__)') sees no CUDA GPU"; \
+	fi
+
+bench: $(STAMP) ## the speed and memory targets, measured
+	@$(BIN)/python -m oddrank.bench
+
+clean: ## remove .venv, the converted model and every cache
+	rm -rf $(VENV) models build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache src/*.egg-info
+	find src tests -name __pycache__ -type d -exec rm -rf {} +
+
+# The stamp is older than its inputs whenever they change, so a second run installs nothing.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || \
+	  { echo "make: no '$(PYTHON)' here; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make: $$("$(PYTHON)" -V 2>&1) is too old, Python 3.11 or newer is needed: make PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "make: '$(PYTHON)' has no venv module (on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  echo "making $(VENV)" && "$(PYTHON)" -m venv --clear $(VENV); }
+	@echo "installing oddrank and what it needs into $(VENV) (torch is large: the first time takes minutes)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
