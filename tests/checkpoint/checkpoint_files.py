@@ -19,7 +19,7 @@ def entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
-def library_file(path: Path, tensors: dict[str, tuple[str, list[int], bytes]], **metadata: str) -> None:
+def library_file(path: Path, tensors: dict[str, tuple[str, list[int], bytes]], /, **metadata: str) -> None:
     """Let the safetensors library write (dtype as it spells it, shape, bytes) under each name."""
     keep = {name: np.frombuffer(data, np.uint8) for name, (_, _, data) in tensors.items()}
     specs = {

@@ -145,6 +145,8 @@ def parse_header(raw: bytes, size: int, path: Path, file: str) -> Header:
     room = size - base
     bits_of = BITS.get
     tensors: list[TensorInfo] = []
+    at = 0
+    touching = True
     for name, stored in entries.items():
         try:
             entry = _decode_entry(stored)
@@ -169,6 +171,9 @@ def parse_header(raw: bytes, size: int, path: Path, file: str) -> Header:
             total *= n
         if not 0 < total <= MAX_BYTES or total != (end - start) * 8:
             _check_size(path, name, entry, bits)
+        if start != at:
+            touching = False
+        at = end
         if end > room:
             _refuse(
                 path,
@@ -178,8 +183,9 @@ def parse_header(raw: bytes, size: int, path: Path, file: str) -> Header:
             )
         tensors.append(TensorInfo(name, dtype, shape, file, base + start, base + end))
 
-    tensors.sort(key=attrgetter("start", "end"))
-    _check_cover(path, tensors, base, size)
+    if not touching or at != room:
+        tensors.sort(key=attrgetter("start", "end"))
+        _check_cover(path, tensors, base, size)
     return Header(tuple(tensors), metadata, base)
 
 
