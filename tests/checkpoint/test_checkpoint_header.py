@@ -178,6 +178,10 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         safetensors_bytes(b'{"a":{"dtype":"U8","dtype":"I8","shape":[0],"data_offsets":[0,0]}}'),
         "'dtype' twice",
     ),
+    "name twice, once without fields": (
+        safetensors_bytes(b'{"a":{},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
+        "'a' twice",
+    ),
     "metadata twice": (safetensors_bytes(b'{"__metadata__":{},"__metadata__":{}}'), "'__metadata__' twice"),
     "metadata key twice": (safetensors_bytes(b'{"__metadata__":{"a":"1","a":"2"}}'), "'a' twice"),
 }

@@ -134,12 +134,13 @@ def parse_header(raw: bytes, size: int, path: Path, file: str) -> Header:
         entries = _decode_header(raw)
     except _DECODE_ERRORS as error:
         _refuse(path, f"its header is not a JSON object of tensors ({_reason(error)})")
-    stored_metadata = bytes(entries.pop("__metadata__", b"null"))
+    stored_metadata = entries.pop("__metadata__", None)
+    inner = None if stored_metadata is None else bytes(stored_metadata)
     try:
-        metadata = _decode_metadata(stored_metadata) or {}
+        metadata = _decode_metadata(inner or b"null") or {}
     except _DECODE_ERRORS as error:
         _refuse(path, f"its __metadata__ is not an object of strings ({_reason(error)})")
-    _refuse_duplicates(raw, stored_metadata, len(entries), path)
+    _refuse_duplicates(raw, inner, len(entries), path)
 
     base = 8 + len(raw)
     room = size - base
@@ -230,21 +231,16 @@ def _check_cover(path: Path, tensors: list[TensorInfo], base: int, size: int) ->
         _refuse(path, f"{size - at} bytes follow {before} at the end of the file and belong to no tensor")
 
 
-def _refuse_duplicates(raw: bytes, metadata: bytes, tensors: int, path: Path) -> None:
+def _refuse_duplicates(raw: bytes, metadata: bytes | None, tensors: int, path: Path) -> None:
     """Refuse a key used twice, which decoding to a dict hides.
 
-    Where no key is escaped none can be spelled two ways, and a second entry of one name brings its own three
-    field names, so counting those tells. Only where the counts differ is the header decoded again, slowly, to
-    find the key.
+    A well-formed entry has five strings (the name, three fields, the dtype). Where nothing is escaped every
+    string has two quotes, so any key too many shows in their number; only then is the header decoded again,
+    slowly, to find it. `metadata` is the raw value of __metadata__, None if there is none.
     """
-    keys = {
-        b'"dtype"': tensors,
-        b'"shape"': tensors,
-        b'"data_offsets"': tensors,
-        b'"__metadata__"': 1,
-        b"\\": 0,
-    }
-    suspect = any(raw.count(key) - metadata.count(key) > count for key, count in keys.items())
+    inner = metadata or b""
+    quotes = 10 * tensors + (0 if metadata is None else 2)
+    suspect = raw.count(b'"') - inner.count(b'"') != quotes or raw.count(b"\\") != inner.count(b"\\")
     twice: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> None:
@@ -255,7 +251,7 @@ def _refuse_duplicates(raw: bytes, metadata: bytes, tensors: int, path: Path) ->
             seen.add(key)
 
     try:
-        json.loads(raw if suspect else metadata, object_pairs_hook=pairs)
+        json.loads(raw if suspect else inner or b"null", object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         _refuse(path, f"its header is not valid JSON ({_reason(error)})")
     if twice:
