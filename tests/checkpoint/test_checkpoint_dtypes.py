@@ -32,9 +32,7 @@ def test_every_dtype_the_library_names_is_known() -> None:
     """The list in the library's own error message for an unknown dtype."""
     with pytest.raises(safetensors.SafetensorError) as error:
         safetensors.deserialize(safetensors_bytes({"a": entry("NONE", [1], 0, 1)}, b"1"))
-    named = {
-        word for word in str(error.value).split("`") if word.replace("_", "").isalnum() and word != "NONE"
-    }
+    named = {word for word in str(error.value).split("`") if word.replace("_", "").isalnum() and word != "NONE"}
     assert named == set(BITS)
 
 

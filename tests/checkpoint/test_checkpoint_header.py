@@ -34,9 +34,7 @@ def library_accepts(raw: bytes) -> bool:
 
 NAMES = st.text(st.characters(blacklist_categories=["Cs"]), max_size=12).filter(lambda n: n != "__metadata__")
 SHAPES = st.lists(st.integers(0, 4), max_size=4)
-DTYPES = st.sampled_from(
-    [("uint8", "U8", 1), ("bfloat16", "BF16", 2), ("float32", "F32", 4), ("int64", "I64", 8)]
-)
+DTYPES = st.sampled_from([("uint8", "U8", 1), ("bfloat16", "BF16", 2), ("float32", "F32", 4), ("int64", "I64", 8)])
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -48,8 +46,7 @@ def test_files_of_the_library_are_read_alike(
     tmp_path: Path, tensors: dict[str, tuple[tuple[str, str, int], list[int]]], metadata: dict[str, str]
 ) -> None:
     metadata = {
-        k.encode("utf-8", "replace").decode(): v.encode("utf-8", "replace").decode()
-        for k, v in metadata.items()
+        k.encode("utf-8", "replace").decode(): v.encode("utf-8", "replace").decode() for k, v in metadata.items()
     }
     file = tmp_path / "m.safetensors"
     content = {}
@@ -169,9 +166,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
         "'a' twice",
     ),
     "name twice, escaped": (
-        safetensors_bytes(
-            b'{"a":%s,"\\u0061":%s}' % ((b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}',) * 2)
-        ),
+        safetensors_bytes(b'{"a":%s,"\\u0061":%s}' % ((b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}',) * 2)),
         "'a' twice",
     ),
     "field twice": (

@@ -31,9 +31,8 @@ def refused(path: Path | str, *parts: str) -> str:
 
 @pytest.mark.parametrize("index", [True, False])
 @pytest.mark.parametrize("shards", [TWO, {"model.safetensors": ["a", "b", "c"]}])
-def test_arrays_equal_what_the_library_loads(
-    tmp_path: Path, shards: dict[str, list[str]], index: bool
-) -> None:
+def test_arrays_equal_what_the_library_loads(tmp_path: Path, shards: dict[str, list[str]], index: bool) ->
+None:
     path = model(tmp_path / "m", shards, index)
     with Checkpoint.open(path) as checkpoint:
         assert checkpoint.files == tuple(shards)
@@ -422,9 +421,7 @@ def test_other_files(tmp_path: Path) -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = (
-        "import sys, oddrank.checkpoint; print({'torch', 'transformers', 'safetensors'} & set(sys.modules))"
-    )
+    code = "import sys, oddrank.checkpoint; print({'torch', 'transformers', 'safetensors'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
 

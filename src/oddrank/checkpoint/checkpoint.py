@@ -75,9 +75,7 @@ class Checkpoint:
             # A directory of GGUF files has neither; its weights are the more useful complaint.
             if INDEX not in names:
                 shard_names(root, names)
-            raise OddrankError(
-                f"{root} has no {CONFIG}, so it is not a model directory in transformers' form."
-            )
+            raise OddrankError(f"{root} has no {CONFIG}, so it is not a model directory in transformers' form.")
         config = read_object(inside(root, CONFIG, "The model directory"))
         weight_map: dict[str, str] | None = None
         if INDEX in names:
@@ -112,9 +110,7 @@ class Checkpoint:
         try:
             return self.tensors[name]
         except KeyError:
-            raise OddrankError(
-                f"{self.path} has no tensor {show(name)} among its {len(self.tensors)}."
-            ) from None
+            raise OddrankError(f"{self.path} has no tensor {show(name)} among its {len(self.tensors)}.") from None
 
     def array(self, name: str) -> "np.ndarray[Any, np.dtype[np.unsignedinteger]]":
         """The stored tensor: a read-only view of the mapped file, in STORAGE[dtype], of dtypes.storage_shape.
@@ -216,9 +212,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         index = msgspec.json.decode(read_file(path), type=_Index)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        reason = (
-            "it is nested too deeply" if isinstance(error, RecursionError) else str(error).replace("\n", " ")
-        )
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).replace("\n", " ")
         raise OddrankError(
             f"{path} is not a shard index: a JSON object whose weight_map gives each tensor's file "
             f"({reason}). "
@@ -279,8 +273,7 @@ def _compare(root: Path, weight_map: dict[str, str], tensors: dict[str, TensorIn
         info = tensors.get(name)
         if info is None:
             raise OddrankError(
-                f"{INDEX} of {root} places tensor {show(name)} in {show(shard)}, which does not hold it. "
-                f"{remedy}"
+                f"{INDEX} of {root} places tensor {show(name)} in {show(shard)}, which does not hold it. {remedy}"
             )
         if info.file != shard:
             raise OddrankError(

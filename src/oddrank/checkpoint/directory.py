@@ -78,9 +78,7 @@ def inside(root: Path, name: str, source: str) -> Path:
         raise OddrankError(f"{source} names the file {show(name)}, which is missing from {root}.") from None
     except (OSError, ValueError) as error:
         reason = why(error) if isinstance(error, OSError) else str(error)
-        raise OddrankError(
-            f"{source} names the file {show(name)} of {root}, which cannot be read: {reason}."
-        ) from None
+        raise OddrankError(f"{source} names the file {show(name)} of {root}, which cannot be read: {reason}.") from None
     blobs = _hub_blobs(root)
     if not real.is_relative_to(root) and (blobs is None or real.parent != blobs):
         raise OddrankError(
@@ -124,9 +122,7 @@ def shard_names(root: Path, names: list[str]) -> list[str]:
         totals.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
     if len(totals) > 1:
         sets = " and ".join(f"{show(stem)} of {total}" for stem, total in sorted(totals))
-        raise OddrankError(
-            f"{root} has no {INDEX} and mixes shards of different sets ({sets}). Keep one set."
-        )
+        raise OddrankError(f"{root} has no {INDEX} and mixes shards of different sets ({sets}). Keep one set.")
     for (_, total), numbers in totals.items():
         present = sum(1 for number in numbers if 1 <= number <= total)
         if present < total:
@@ -168,8 +164,7 @@ def _no_weights(root: Path, names: list[str]) -> OddrankError:
             f"AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(OUT)."
         )
     return OddrankError(
-        f"{root} holds no .safetensors file ({len(names)} other files). Give a model directory, complete "
-        f"with weights."
+        f"{root} holds no .safetensors file ({len(names)} other files). Give a model directory, complete with weights."
     )
 
 

@@ -51,9 +51,7 @@ def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     for n in shape:
         bits *= n
     if bits % 8:
-        raise ValueError(
-            f"{dtype} of shape {list(shape)} is {bits} bits, which is not a whole number of bytes"
-        )
+        raise ValueError(f"{dtype} of shape {list(shape)} is {bits} bits, which is not a whole number of bytes")
     return bits // 8
 
 

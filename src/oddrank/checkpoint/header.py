@@ -90,9 +90,7 @@ def read_header(path: Path, file: str | None = None) -> Header:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         reason = why(error) if isinstance(error, OSError) else str(error)
-        raise OddrankError(
-            f"{path} cannot be read: {reason}. Check that it exists and may be read."
-        ) from None
+        raise OddrankError(f"{path} cannot be read: {reason}. Check that it exists and may be read.") from None
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -164,9 +162,7 @@ def parse_header(raw: bytes, size: int, path: Path, file: str) -> Header:
                 "A newer oddrank may know it.",
             )
         if len(shape) > MAX_RANK:
-            _refuse(
-                path, f"tensor {show(name)} has {len(shape)} dimensions, and {MAX_RANK} are the most possible"
-            )
+            _refuse(path, f"tensor {show(name)} has {len(shape)} dimensions, and {MAX_RANK} are the most possible")
         total = bits
         for n in shape:
             total *= n
@@ -207,8 +203,7 @@ def _check_size(path: Path, name: str, entry: _Entry, bits: int) -> None:
     if total // 8 != end - start:
         _refuse(
             path,
-            f"{what}, shape {shape}) takes {total // 8} bytes, but its offsets [{start}, {end}] span "
-            f"{end - start}",
+            f"{what}, shape {shape}) takes {total // 8} bytes, but its offsets [{start}, {end}] span {end - start}",
         )
 
 

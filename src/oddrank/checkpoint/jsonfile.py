@@ -50,21 +50,15 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(raw)
     except RecursionError:
-        raise OddrankError(
-            f"{path} is nested too deeply: more than {MAX_DEPTH} objects within objects."
-        ) from None
+        raise OddrankError(f"{path} is nested too deeply: more than {MAX_DEPTH} objects within objects.") from None
     except (msgspec.MsgspecError, ValueError) as first:
         try:
             value = json.loads(raw.decode("utf-8"))
         except RecursionError:
-            raise OddrankError(
-                f"{path} is nested too deeply: more than {MAX_DEPTH} objects within objects."
-            ) from None
+            raise OddrankError(f"{path} is nested too deeply: more than {MAX_DEPTH} objects within objects.") from None
         except ValueError:
             reason = str(first).replace("\n", " ")
-            raise OddrankError(
-                f"{path} is not valid JSON ({reason}). Download it again or correct it."
-            ) from None
+            raise OddrankError(f"{path} is not valid JSON ({reason}). Download it again or correct it.") from None
     if not isinstance(value, dict):
         raise OddrankError(f"{path} holds a JSON {_kind(value)} where an object is expected.")
     _check(value, path)
@@ -88,9 +82,7 @@ def _check(value: Any, path: Path) -> None:
                     try:
                         part.encode()
                     except UnicodeEncodeError:
-                        raise OddrankError(
-                            f"{path} holds a string that is not valid Unicode: {part[:80]!a}."
-                        ) from None
+                        raise OddrankError(f"{path} holds a string that is not valid Unicode: {part[:80]!a}.") from None
         level = inner
 
 
