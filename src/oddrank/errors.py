@@ -10,6 +10,11 @@ class OddrankError(Exception):
 
     exit_code = 2
 
+    def __init__(self, message: str, short: str | None = None) -> None:
+        """`short`: the same in a few words, for a cell of a table."""
+        super().__init__(message)
+        self.short = short or message
+
 
 class CheckFailedError(OddrankError):
     """The input was good and a check of it failed: logits differ, a tensor is unmatched."""

@@ -1,0 +1,100 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from oddrank.errors import OddrankError
+from oddrank.layout.solver import DEFAULT_CONTEXT, LAYOUTS
+
+
+class Sizes(click.ParamType[list[int]]):
+    """A number of ranks: `3`; with `many`, also `1-16` or `2,3,5`."""
+
+    name = "N"
+
+    def __init__(self, many: bool = False) -> None:
+        self.many = many
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        sizes: list[int] = []
+        for part in str(value).split(","):
+            low, dash, high = part.strip().partition("-")
+            if not low.isdecimal() or (dash and not high.isdecimal()):
+                self.fail(f'"{value}" is not a number of ranks' + (" (3, 1-16 or 2,3,5)." if self.many else "."))
+            first, last = int(low), int(high) if dash else int(low)
+            if first < 1 or last < first:
+                self.fail(f'"{value}": the number of ranks must be at least 1.')
+            if last - first > 4096:
+                self.fail(f'"{value}" is more sizes than anybody reads.')
+            sizes += range(first, last + 1)
+        if not self.many and len(sizes) != 1:
+            self.fail(f'"{value}": one number of ranks is wanted here.')
+        return sizes
+
+
+def constraint_pairs(values: tuple[str, ...]) -> dict[str, int]:
+    """`K=V` options as a dict. Raises OddrankError for anything else."""
+    pairs: dict[str, int] = {}
+    for value in values:
+        key, equals, number = value.partition("=")
+        if not equals or not number.strip().isdecimal():
+            raise OddrankError(f'--constraint "{value}": give NAME=NUMBER, e.g. gqa=6 or mlp_multiple=64.')
+        if key.strip() in pairs:
+            raise OddrankError(f'--constraint {key.strip()} is given twice.')
+        pairs[key.strip()] = int(number)
+    return pairs
+
+
+Command = Callable[..., Any]
+
+
+def planning(executor_default: str) -> Callable[[Command], Command]:
+    """The options that shape a plan: --executor, --layout, --context, --constraint."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(
+            (
+                click.option(
+                    "--executor",
+                    type=click.Choice(("runtime", "vllm")),
+                    default=executor_default,
+                    show_default=True,
+                    help="Who runs the plan: oddrank's runtime (any layout) or vLLM (equal ranks).",
+                ),
+                click.option(
+                    "--layout",
+                    type=click.Choice(LAYOUTS),
+                    default="auto",
+                    show_default=True,
+                    help="How heads are laid out: ragged (runtime only: no dummies), pad (keep the trained "
+                    "group size), replicate (smaller groups, KV heads copied).",
+                ),
+                click.option(
+                    "--context",
+                    type=click.IntRange(min=0),
+                    default=DEFAULT_CONTEXT,
+                    show_default=True,
+                    metavar="L",
+                    help="Tokens of context at which the cost of KV cache and attention is weighed.",
+                ),
+                click.option(
+                    "--constraint",
+                    "constraints",
+                    multiple=True,
+                    metavar="K=V",
+                    help="What the plan must meet; repeatable. gqa=6 (query slots per KV slot), AXIS=N (planned "
+                    "total, e.g. mlp=17472), AXIS_multiple=N (per rank, e.g. mlp_multiple=64), kv_bytes=N (KV "
+                    "bytes per token, layer and rank).",
+                ),
+            )
+        ):
+            command = option(command)
+        return command
+
+    return add

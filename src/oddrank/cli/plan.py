@@ -1,0 +1,89 @@
+"""`oddrank plan`: how a model is laid out, what that costs, and the proof."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import msgspec
+
+from oddrank.cli.options import Sizes, constraint_pairs, planning
+from oddrank.errors import OddrankError
+
+
+@click.command("plan", short_help="How a model is laid out over N ranks, what it costs, and the proof")
+@click.argument("model", type=click.Path())
+@click.option(
+    "--tp", "sizes", type=Sizes(many=True), required=True, help="Ranks: 3; or several sizes, 1-16 or 2,3,5."
+)
+@planning("runtime")
+@click.option("--run-tp", type=Sizes(), help="Ranks the plan will run on, where that is not --tp.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with the whole plan under \"plan\".")
+def command(
+    model: str,
+    sizes: list[int],
+    executor: str,
+    layout: str,
+    context: int,
+    constraints: tuple[str, ...],
+    run_tp: list[int] | None,
+    as_json: bool,
+) -> None:
+    """Plan MODEL, a directory with config.json and safetensors files, for N ranks.
+
+    Reads headers only. Shows every axis as trained and as planned, bytes per rank, the alternatives, and the
+    proof that the plan computes what the model computes; a plan that cannot be proven is an error.
+    """
+    from oddrank.checkpoint import Checkpoint
+    from oddrank.layout.executors import Constraints
+    from oddrank.layout.solver import Request
+    from oddrank.planner import plan_subject, study
+    from oddrank.report import describe
+
+    subject = study(Checkpoint.open(model))
+    wanted = Constraints.parse(constraint_pairs(constraints), subject.model)
+
+    def request(tp: int) -> Request:
+        return Request(
+            tp=tp,
+            executor=executor,
+            layout=layout,
+            context=context,
+            constraints=wanted,
+            run_tp=run_tp[0] if run_tp else None,
+        )
+
+    if len(sizes) == 1:
+        planned = plan_subject(subject, request(sizes[0]))
+        report = describe(planned.solution, planned.census, planned.checks)
+        if as_json:
+            click.echo(msgspec.json.encode({**report, "plan": planned.plan}))
+        else:
+            from oddrank.cli.tables import show_plan
+
+            show_plan(report)
+        return
+    lines = [size_line(subject, request(tp)) for tp in sizes]
+    if as_json:
+        click.echo(msgspec.json.encode(lines))
+    else:
+        from oddrank.cli.tables import show_sizes
+
+        show_sizes(subject.name, executor, lines)
+    if all(line["refused"] for line in lines):
+        raise OddrankError(f"none of these sizes can be planned: {lines[0]['refused']}")
+
+
+def size_line(subject: Any, request: Any) -> dict[str, Any]:
+    """One size of `--tp 1-16`: does stock vLLM serve it, what oddrank does there, what that costs."""
+    from oddrank.planner import plan_subject, stock_vllm
+    from oddrank.report import describe
+
+    line: dict[str, Any] = {"tp": request.tp, **stock_vllm(subject, request.tp), "refused": None}
+    try:
+        planned = plan_subject(subject, request)
+    except OddrankError as error:
+        return {**line, "refused": str(error), "refused_short": error.short}
+    report = describe(planned.solution, planned.census, planned.checks)
+    keys = ("layout", "axes", "bytes", "kv", "idle_ranks", "tensors")
+    return {**line, **{k: report[k] for k in keys}}

@@ -1,0 +1,23 @@
+"""The words in which a model's shape is told: axes, dims, roles. Pure values; knows no file, no format, no plan."""
+
+from oddrank.geometry.axis import Axis, Pair
+from oddrank.geometry.dims import Along, Concat, Dim, Groups, Slots, Whole
+from oddrank.geometry.model import AllOrNone, Crosstalk, KVCache, Model
+from oddrank.geometry.role import Combine, Role
+
+__all__ = [
+    "AllOrNone",
+    "Along",
+    "Axis",
+    "Combine",
+    "Concat",
+    "Crosstalk",
+    "Dim",
+    "Groups",
+    "KVCache",
+    "Model",
+    "Pair",
+    "Role",
+    "Slots",
+    "Whole",
+]

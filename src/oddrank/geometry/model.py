@@ -1,0 +1,77 @@
+"""A model as its family understands it: axes, pairs, roles, and what else the plan must know."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from oddrank.geometry.axis import Axis, Pair
+from oddrank.geometry.role import Role
+
+
+class KVCache(msgspec.Struct, frozen=True):
+    """A per-token cache: `layers` layers, each `width` elements (keys and values together) per head of `axis`."""
+
+    axis: str
+    layers: int
+    width: int
+
+
+class Crosstalk(msgspec.Struct, frozen=True):
+    """An operation across the units of an axis, by name. An executor either handles the name or refuses layouts
+    that change the axis: e.g. `rms_norm` over all query heads divides by the padded width."""
+
+    axis: str
+    operation: Literal["rms_norm", "slopes", "top_k"]
+    where: str
+
+
+class AllOrNone(msgspec.Struct, frozen=True):
+    """Roles (by name prefix) that a checkpoint has completely or not at all, e.g. MTP layers, vision towers."""
+
+    name: str
+    prefix: str
+
+
+class Model(msgspec.Struct, frozen=True):
+    """The shape of one checkpoint.
+
+    family: the registry name. architecture: what config.json says, for messages.
+    hidden: the residual width, never sharded.
+    config_axes: config key -> axis, for keys that hold an axis's count.
+    config_fixed: config keys that must be written out in a changed config, with their values (`head_dim`).
+    config_path: keys that lead from the top of config.json to the text config, e.g. ("text_config",).
+    ignored: regular expressions of stored tensors that carry no weights (`rotary_emb.inv_freq`).
+    """
+
+    family: str
+    architecture: str
+    hidden: int
+    axes: tuple[Axis, ...]
+    pairs: tuple[Pair, ...]
+    roles: tuple[Role, ...]
+    kv: KVCache | None
+    config_axes: tuple[tuple[str, str], ...]
+    config_fixed: tuple[tuple[str, int], ...] = ()
+    config_path: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    all_or_none: tuple[AllOrNone, ...] = ()
+    crosstalk: tuple[Crosstalk, ...] = ()
+
+    def axis(self, name: str) -> Axis:
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise KeyError(name)
+
+    def stock(self) -> dict[str, int]:
+        """Axis name -> element count of the trained model."""
+        return {axis.name: axis.count for axis in self.axes}
+
+    def leader_of(self, follower: str) -> str | None:
+        return next((p.leader for p in self.pairs if p.follower == follower), None)
+
+    def ratio(self, pair: Pair) -> int:
+        stock = self.stock()
+        return stock[pair.follower] // stock[pair.leader]

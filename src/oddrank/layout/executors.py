@@ -1,0 +1,87 @@
+"""Executors: who runs the plan. An executor is a set of constraints, nothing else.
+
+Facts about vLLM were read from vLLM 0.32's model code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from oddrank.errors import OddrankError
+from oddrank.geometry import Model
+
+
+class Executor(msgspec.Struct, frozen=True):
+    """A set of constraints on layouts.
+
+    equal_ranks: every rank has the same number of slots on every axis, and follower slot i reads leader slot
+        i // g. The result exists as a virtual checkpoint.
+    width_multiple: channels per rank where a width must be padded or cut unevenly (kernels like aligned rows).
+    vocab_multiple: rows per rank, padded in the executor's own buffers; 0 = it cuts the vocabulary anywhere.
+    copies_kv: makes KV copies itself where the ranks are a multiple of the KV heads.
+    reader: whose classes read the changed config.
+    handles: crosstalk operations it computes over the real units of all ranks.
+    """
+
+    name: str
+    equal_ranks: bool
+    width_multiple: int
+    vocab_multiple: int
+    copies_kv: bool
+    reader: str
+    handles: tuple[str, ...] = ()
+
+
+VLLM = Executor(
+    "vllm",
+    equal_ranks=True,
+    width_multiple=64,
+    vocab_multiple=64,
+    copies_kv=True,
+    reader="vllm",
+)
+RUNTIME = Executor(
+    "runtime",
+    equal_ranks=False,
+    width_multiple=64,
+    vocab_multiple=0,
+    copies_kv=False,
+    reader="transformers",
+    handles=("rms_norm", "slopes", "top_k"),
+)
+EXECUTORS: Mapping[str, Executor] = {e.name: e for e in (RUNTIME, VLLM)}
+
+
+class Constraints(msgspec.Struct, frozen=True):
+    """What the user asked for beyond the executor's own constraints.
+
+    gqa: query slots per KV slot. kv_bytes: KV-cache bytes per token, layer and rank.
+    exact: axis -> planned total. multiple: axis -> the per-rank count must be a multiple.
+    """
+
+    gqa: int | None = None
+    kv_bytes: int | None = None
+    exact: dict[str, int] = msgspec.field(default_factory=dict)
+    multiple: dict[str, int] = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, given: Mapping[str, int], model: Model) -> Constraints:
+        """Sort `name=value` pairs by name. Raises OddrankError for a name this model has no use for."""
+        axes = {a.name for a in model.axes}
+        exact: dict[str, int] = {}
+        multiple: dict[str, int] = {}
+        for key, value in given.items():
+            if value < 1:
+                raise OddrankError(f"constraint {key}={value}: the value must be a positive whole number.")
+            if key in ("gqa", "kv_bytes"):
+                continue
+            if key in axes:
+                exact[key] = value
+            elif key.removesuffix("_multiple") in axes and key.endswith("_multiple"):
+                multiple[key.removesuffix("_multiple")] = value
+            else:
+                names = ["gqa", "kv_bytes", *sorted(axes), *(f"{a}_multiple" for a in sorted(axes))]
+                raise OddrankError(f"constraint {key}={value} is not one this model has: {', '.join(names)}.")
+        return cls(given.get("gqa"), given.get("kv_bytes"), exact, multiple)

@@ -1,0 +1,349 @@
+"""The solver: enumerate candidates axis by axis, drop those that cannot be stored or are dominated, pick the cheapest.
+
+Costs of different axes add up, so each pair of axes, each width and the vocabulary is chosen by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+import msgspec
+import numpy as np
+
+from oddrank.errors import OddrankError
+from oddrank.geometry import Axis, Model, Pair, Slots
+from oddrank.layout import heads, widths
+from oddrank.layout.candidate import Candidate
+from oddrank.layout.census import Census
+from oddrank.layout.cost import Cost, kv_bytes_per_layer, rank_cost
+from oddrank.layout.executors import EXECUTORS, Constraints, Executor
+from oddrank.layout.layouts import Layout
+from oddrank.layout.plan import Plan
+from oddrank.layout.storage import storage_problem, units
+
+LAYOUTS = ("auto", "ragged", "pad", "replicate")
+DEFAULT_CONTEXT = 4096
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A candidate with its price on its fullest rank (what its axes are responsible for)."""
+
+    candidate: Candidate
+    cost: Cost
+    chosen: bool
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What to plan for. shares: relative sizes of unequal ranks (None = equal). run_tp: the size the plan will
+    be run at, where that is not `tp`. kv_itemsize: bytes per KV-cache element."""
+
+    tp: int
+    executor: str = "runtime"
+    layout: str = "auto"
+    context: int = DEFAULT_CONTEXT
+    constraints: Constraints = Constraints()
+    shares: tuple[float, ...] | None = None
+    run_tp: int | None = None
+    kv_itemsize: int = 2
+
+
+class Solution(msgspec.Struct, frozen=True):
+    """The plan, and for each group of axes every candidate that was not dominated."""
+
+    plan: Plan
+    choices: tuple[tuple[Choice, ...], ...]
+
+
+def solve(model: Model, census: Census, request: Request, *, name: str, config_digest: str) -> Solution:
+    """Choose a layout for every axis. Raises OddrankError where none exists; does not prove the result."""
+    if request.tp < 1:
+        raise OddrankError(f"--tp {request.tp}: the number of ranks must be at least 1.")
+    if request.layout not in LAYOUTS:
+        raise OddrankError(f'layout "{request.layout}" is not one of {", ".join(LAYOUTS)}.')
+    if request.executor not in EXECUTORS:
+        raise OddrankError(f'executor "{request.executor}" is not one of {", ".join(EXECUTORS)}.')
+    facts = EXECUTORS[request.executor]
+    if request.layout == "ragged" and facts.equal_ranks:
+        raise OddrankError(
+            f"the {facts.name} executor gives every rank the same number of heads, so it cannot run a ragged "
+            "layout. Use --layout pad or replicate, or --executor runtime."
+        )
+    unit = units(model, census.uses)
+    _enough_units(model, unit, request.tp)
+    solver = _Solver(model, census, request, facts, unit)
+    paired = {a for p in model.pairs for a in (p.follower, p.leader)}
+    groups = [solver.pair(p) for p in model.pairs]
+    groups += [solver.lone(a) for a in model.axes if a.name not in paired]
+    picked = [next(c.candidate for c in group if c.chosen) for group in groups]
+    layouts = {la.axis: la for c in picked for la in c.layouts}
+    plan = Plan(
+        name=name,
+        config_digest=config_digest,
+        model=model,
+        uses=census.uses,
+        tp=request.tp,
+        executor=facts.name,
+        kind=_kind(picked, model, facts),
+        layouts=tuple(layouts[a.name] for a in model.axes),
+        pairings=tuple(p for c in picked for p in c.pairings),
+        owners=tuple((r.name, 0) for r in model.roles if r.joins is not None),
+        constraints=request.constraints,
+        context=request.context,
+        kv_itemsize=request.kv_itemsize,
+    )
+    if request.run_tp is not None:
+        plan = plan.at(request.run_tp)
+    return Solution(plan, tuple(groups))
+
+
+def _kind(picked: list[Candidate], model: Model, facts: Executor) -> str:
+    """What the whole plan is called: identity where nothing is changed, else what its head pair is called."""
+    unchanged = ("identity", "even")
+    if all(c.kind in unchanged for c in picked):
+        return "identity" if facts.equal_ranks else "even"
+    kinds = [c.kind for c in picked if c.pairings] + [c.kind for c in picked]
+    return next(k for k in kinds if k not in unchanged)
+
+
+def _enough_units(model: Model, unit: dict[str, int], tp: int) -> None:
+    """Every rank must be able to hold something real of every summed axis."""
+    sizes = {a.name: -(-a.count // unit[a.name]) for a in model.axes if a.summed and a.kind != "experts"}
+    if not sizes:
+        return
+    name = min(sizes, key=lambda n: sizes[n])
+    if sizes[name] < tp:
+        u = unit[name]
+        what = f"{model.axis(name).count} {name}" + (f" in units of {u}" if u > 1 else "")
+        raise OddrankError(
+            f"{tp} ranks are more than this model has units: it has {what}, so "
+            f"{tp - sizes[name]} of {tp} ranks would hold no real one. At most --tp {sizes[name]} works.",
+            short=f"more ranks than {what}",
+        )
+
+
+class _Solver:
+    def __init__(
+        self, model: Model, census: Census, request: Request, facts: Executor, unit: dict[str, int]
+    ) -> None:
+        self.model, self.census, self.request, self.facts, self.unit = model, census, request, facts, unit
+        self.stock = model.stock()
+        self.want = request.constraints
+
+    # -- pairs of head axes ----------------------------------------------------------------------------------
+
+    def pair(self, pair: Pair) -> tuple[Choice, ...]:
+        sizes = heads.PairSizes(
+            pair.follower,
+            pair.leader,
+            self.stock[pair.follower],
+            self.stock[pair.leader],
+            (self.unit[pair.follower], self.unit[pair.leader]),
+        )
+        tp, layout = self.request.tp, self.request.layout
+        is_kv = self.model.kv is not None and self.model.kv.axis == pair.leader
+        gqa = self.want.gqa if is_kv else None
+        found: list[Candidate] = []
+        if self.facts.equal_ranks:
+            served = self._served(sizes, is_kv)
+            if served is not None and self._fits(served, is_kv, gqa):
+                return self._choose([served], None)
+        elif layout in ("auto", "ragged"):
+            cuts = (heads.ragged(sizes, tp, self.request.shares), heads.whole_groups(sizes, tp, self.request.shares))
+            found += [c for c in cuts if c is not None]
+        if self.facts.equal_ranks or layout in ("pad", "replicate") or gqa or (is_kv and self.want.kv_bytes):
+            if gqa is None:
+                found += heads.all_groupings(sizes, tp)
+            found += self._fixed_slots(sizes, is_kv, gqa)
+        storable = [c for c in found if self._storable(c)]
+        fitting = [c for c in storable if self._fits(c, is_kv, gqa)]
+        if not fitting:
+            self._refuse_pair(sizes, storable, is_kv)
+        prefer = None
+        if layout == "pad":
+            padded = [c for c in fitting if c.gqa is not None and c.gqa >= sizes.ratio] or fitting
+            prefer = min(padded, key=lambda c: c.totals())
+        elif layout == "replicate":
+            prefer = min((c for c in fitting if c.gqa is not None), key=lambda c: c.largest(), default=None)
+        return self._choose(fitting, prefer)
+
+    def _served(self, sizes: heads.PairSizes, is_kv: bool) -> Candidate | None:
+        """The executor's stock behaviour, where it serves this size."""
+        tp = self.request.tp
+        if sizes.followers % tp or (sizes.followers // tp) % sizes.follower_unit:
+            return None
+        if sizes.leaders % tp == 0 and (sizes.leaders // tp) % sizes.leader_unit == 0:
+            plain = heads.grouped(sizes, tp, sizes.ratio)
+            assert plain is not None
+            return msgspec.structs.replace(plain, kind="identity", why="the engine serves this size")
+        if is_kv and self.facts.copies_kv and tp % sizes.leaders == 0 and sizes.leader_unit == 1:
+            return heads.engine_copies(sizes, tp)
+        return None
+
+    def _fixed_slots(self, sizes: heads.PairSizes, is_kv: bool, gqa: int | None) -> list[Candidate]:
+        """Groupings whose slot totals the user fixed, directly or through KV bytes or the group size."""
+        tp = self.request.tp
+        leaders, followers = self.want.exact.get(sizes.leader), self.want.exact.get(sizes.follower)
+        if is_kv and self.want.kv_bytes is not None:
+            one = kv_bytes_per_layer(self.model, {sizes.leader: 1}, self.request.kv_itemsize)
+            if self.want.kv_bytes % one == 0:
+                leaders = leaders or self.want.kv_bytes // one * tp
+        options = [gqa] if gqa is not None else range(sizes.ratio, 0, -1)
+        made = []
+        for g in options:
+            total = leaders
+            if total is None and followers is not None:
+                total = followers // g
+            made.append(heads.grouped(sizes, tp, g, total))
+        return [c for c in made if c is not None]
+
+    def _fits(self, c: Candidate, is_kv: bool, gqa: int | None) -> bool:
+        if gqa is not None and c.gqa != gqa:
+            return False
+        for la in c.layouts:
+            if self.want.exact.get(la.axis, la.total()) != la.total():
+                return False
+            if any(n % self.want.multiple.get(la.axis, 1) for n in la.counts()):
+                return False
+        if is_kv and self.want.kv_bytes is not None:
+            counts = {la.axis: max(la.counts()) for la in c.layouts}
+            return kv_bytes_per_layer(self.model, counts, self.request.kv_itemsize) == self.want.kv_bytes
+        return True
+
+    def _refuse_pair(self, sizes: heads.PairSizes, storable: list[Candidate], is_kv: bool) -> NoReturn:
+        tp, itemsize = self.request.tp, self.request.kv_itemsize
+        asked = []
+        options = [*storable, *heads.all_groupings(sizes, tp)]
+        for key, value in (("gqa", self.want.gqa), ("kv_bytes", self.want.kv_bytes)):
+            if value is not None and is_kv:
+                asked.append(f"{key}={value}")
+        for axis in (sizes.follower, sizes.leader):
+            asked += [f"{axis}={v}" for k, v in self.want.exact.items() if k == axis]
+            asked += [f"{axis}_multiple={v}" for k, v in self.want.multiple.items() if k == axis]
+        works = []
+        for c in dict.fromkeys(options):
+            f, le = c.totals()
+            text = f"{f} {sizes.follower} / {le} {sizes.leader}"
+            if is_kv:
+                counts = {sizes.leader: max(c.layouts[1].counts())}
+                text += f" (kv_bytes={kv_bytes_per_layer(self.model, counts, itemsize)})"
+            works.append(text)
+        nearest = self._nearest_kv_bytes(sizes) if is_kv and self.want.kv_bytes is not None else ""
+        raise OddrankError(
+            f"{sizes.followers} {sizes.follower} / {sizes.leaders} {sizes.leader} at {tp} ranks cannot meet "
+            f"{', '.join(asked) or 'the storage of this checkpoint'}.{nearest} Without it, these work: "
+            f"{'; '.join(dict.fromkeys(works)) or 'none'}."
+        )
+
+    def _nearest_kv_bytes(self, sizes: heads.PairSizes) -> str:
+        one = kv_bytes_per_layer(self.model, {sizes.leader: 1}, self.request.kv_itemsize)
+        asked, tp = self.want.kv_bytes or 0, self.request.tp
+        around = sorted({max(1, asked // one + d) for d in range(-1, 2)} | {-(-sizes.leaders // tp)})
+        possible = [
+            n * one
+            for n in around
+            if any(heads.grouped(sizes, tp, g, n * tp) is not None for g in range(1, sizes.ratio + 1))
+        ]
+        if not possible:
+            return ""
+        best = min(possible, key=lambda b: abs(b - asked))
+        return f" A KV slot is {one} bytes a token, layer and rank; the nearest that works is kv_bytes={best}."
+
+    # -- widths, vocabulary, single head axes -------------------------------------------------------------------
+
+    def lone(self, axis: Axis) -> tuple[Choice, ...]:
+        tp, unit = self.request.tp, self.unit[axis.name]
+        exact, multiple = self.want.exact.get(axis.name), self.want.multiple.get(axis.name)
+        if axis.kind == "experts":
+            whole = Layout.of(axis.name, [range(axis.count)] * tp)
+            return self._choose([Candidate("even", (whole,), why="on every rank; cut inside")], None)
+        if axis.kind == "vocab" and self.facts.vocab_multiple:
+            rows = math.lcm(self.facts.vocab_multiple, multiple or 1)
+            candidate = widths.engine_vocab(axis.name, axis.count, tp, rows, exact)
+        elif self.facts.equal_ranks or exact is not None:
+            candidate = self._equal_width(axis, unit, exact, multiple)
+        else:
+            preferred = self.facts.width_multiple if axis.kind != "heads" else 1
+            cut = math.lcm(unit, multiple or 1)
+            cut = cut if multiple else widths.aligned_unit(axis.count, tp, unit, preferred)
+            candidate = widths.ragged(axis.name, axis.count, tp, cut, self.request.shares)
+        if candidate is None or not self._storable(candidate):
+            self._refuse_width(axis, unit, exact, multiple)
+        return self._choose([candidate], None)
+
+    def _equal_width(self, axis: Axis, unit: int, exact: int | None, multiple: int | None) -> Candidate | None:
+        tp = self.request.tp
+        cut = math.lcm(unit, multiple or 1)
+        if exact is None:
+            served = widths.even(axis.name, axis.count, tp, cut, "identity")
+            if served is not None:
+                return served
+            if multiple is None and axis.kind == "width":
+                cut = widths.aligned_unit(axis.count, tp, unit, self.facts.width_multiple)
+            return widths.padded(axis.name, axis.count, tp, cut)
+        run = self.request.run_tp
+        if exact % tp and run and exact >= axis.count and exact % (run * unit) == 0:
+            # planned for another size than it will run at: the ranks of the plan are only a way of writing it
+            slots = np.full(exact, -1, dtype=np.int64)
+            slots[: axis.count] = np.arange(axis.count)
+            layout = Layout.of(axis.name, np.array_split(slots, tp))
+            return Candidate("even", (layout,), why=f"{exact} as asked, to run at {run}")
+        return widths.padded(axis.name, axis.count, tp, unit, exact)
+
+    def _refuse_width(self, axis: Axis, unit: int, exact: int | None, multiple: int | None) -> NoReturn:
+        tp = self.request.tp
+        step = tp * math.lcm(unit, multiple or 1)
+        if exact is None:
+            raise OddrankError(
+                f"{axis.count} {axis.name} in units of {math.lcm(unit, multiple or 1)} are fewer units than "
+                f"{tp} ranks" + (f" under {axis.name}_multiple={multiple}" if multiple else "") + "."
+            )
+        least = -(-axis.count // step) * step
+        nearest = max(least, round(exact / step) * step)
+        why = (
+            f"is less than the {axis.count} the model has"
+            if exact < axis.count
+            else f"does not divide into whole units of {math.lcm(unit, multiple or 1)} on {tp} ranks"
+        )
+        raise OddrankError(f"{axis.name}={exact} {why}; the nearest that works is {axis.name}={nearest}.")
+
+    # -- choosing ------------------------------------------------------------------------------------------------
+
+    def _storable(self, c: Candidate) -> bool:
+        axes = {la.axis for la in c.layouts}
+        for rank in range(self.request.tp):
+            source = {name: np.arange(n, dtype=np.int64) for name, n in self.stock.items()}
+            source |= {la.axis: la.slots(rank) for la in c.layouts}
+            partner = {p.follower: np.asarray(p.ranks[rank], dtype=np.int64) for p in c.pairings}
+            if storage_problem(self.model, self.census.uses, Slots(source, partner), axes):
+                return False
+        return True
+
+    def _cost(self, c: Candidate) -> Cost:
+        axes = {la.axis for la in c.layouts}
+        ranks = [
+            rank_cost(
+                self.model,
+                self.census.uses,
+                {**self.stock, **{la.axis: la.counts()[rank] for la in c.layouts}},
+                context=self.request.context,
+                kv_itemsize=self.request.kv_itemsize,
+                axes=axes,
+            )
+            for rank in range(self.request.tp)
+        ]
+        return max(ranks, key=lambda cost: cost.bytes_per_token())
+
+    def _choose(self, candidates: Sequence[Candidate], prefer: Candidate | None) -> tuple[Choice, ...]:
+        kept = [c for c in candidates if not any(c.dominated_by(o) for o in candidates) or c is prefer]
+        unique: list[Candidate] = []
+        for c in kept:
+            if all(c.layouts != o.layouts for o in unique):
+                unique.append(c)
+        costs = [self._cost(c) for c in unique]
+        order = sorted(range(len(unique)), key=lambda i: (costs[i].bytes_per_token(), costs[i].macs))
+        best = order[0]
+        if prefer is not None:
+            best = next(i for i, c in enumerate(unique) if c.layouts == prefer.layouts)
+        return tuple(Choice(unique[i], costs[i], i == best) for i in order)

@@ -1,0 +1,133 @@
+"""From a model directory to a proven plan: the front door that the commands, the engine and Python users share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from oddrank.checkpoint import Checkpoint
+from oddrank.checkpoint.config import ConfigView
+from oddrank.errors import OddrankError
+from oddrank.families import family_of
+from oddrank.geometry import Model
+from oddrank.layout.census import Census, take_census
+from oddrank.layout.executors import Constraints
+from oddrank.layout.plan import Plan, config_digest
+from oddrank.layout.proof import Check, require
+from oddrank.layout.solver import DEFAULT_CONTEXT, Request, Solution, solve
+
+KV_ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a KV-cache element, by the dtype the config says the model is used in."""
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """A checkpoint as far as planning needs it: read once, planned at any number of sizes."""
+
+    name: str
+    config_digest: str
+    model: Model
+    census: Census
+    kv_itemsize: int
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """A proven plan with what was weighed on the way."""
+
+    solution: Solution
+    checks: tuple[Check, ...]
+    census: Census
+
+    @property
+    def plan(self) -> Plan:
+        return self.solution.plan
+
+
+def study(checkpoint: Checkpoint) -> Subject:
+    """Read a checkpoint's geometry and census. Raises OddrankError for an unknown family or a senseless config."""
+    view = ConfigView(checkpoint.config, file=str(checkpoint.path / "config.json"))
+    family = family_of(view)
+    prefix = next(
+        (p for p in family.prefixes if f"{p}embed_tokens.weight" in checkpoint.tensors), family.prefixes[0]
+    )
+    model = family.build(view, prefix)
+    return Subject(
+        name=checkpoint.path.name,
+        config_digest=config_digest(checkpoint.config),
+        model=model,
+        census=take_census(model, checkpoint.tensors),
+        kv_itemsize=KV_ITEMSIZE.get(view.dtype() or "bfloat16", 2),
+    )
+
+
+def plan_subject(subject: Subject, request: Request) -> Planned:
+    """Solve and prove. Raises OddrankError where no layout exists, ProofError where a check fails."""
+    solution = solve(
+        subject.model,
+        subject.census,
+        msgspec.structs.replace(request, kv_itemsize=subject.kv_itemsize),
+        name=subject.name,
+        config_digest=subject.config_digest,
+    )
+    return Planned(solution, require(solution.plan, subject.census), subject.census)
+
+
+def make_plan(
+    model: str | os.PathLike[str],
+    tp: int,
+    *,
+    executor: str = "runtime",
+    layout: str = "auto",
+    context: int = DEFAULT_CONTEXT,
+    constraints: Mapping[str, int] | None = None,
+    run_tp: int | None = None,
+    shares: Sequence[float] | None = None,
+) -> Planned:
+    """Plan the model directory `model` for `tp` ranks and prove the plan.
+
+    executor: `runtime` or `vllm`. layout: `auto`, `ragged`, `pad` or `replicate`. context: tokens of context the
+    cost is weighed at. constraints: e.g. {"gqa": 6, "mlp_multiple": 64}. run_tp: ranks it will run on, where that
+    is not `tp`. shares: relative sizes of unequal ranks.
+    """
+    subject = study(Checkpoint.open(model))
+    request = Request(
+        tp=tp,
+        executor=executor,
+        layout=layout,
+        context=context,
+        constraints=Constraints.parse(constraints or {}, subject.model),
+        run_tp=run_tp,
+        shares=None if shares is None else tuple(shares),
+    )
+    return plan_subject(subject, request)
+
+
+def check_made_for(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raises OddrankError unless `plan` was made for this checkpoint's config."""
+    if plan.config_digest != config_digest(checkpoint.config):
+        raise OddrankError(
+            f"the plan was made for {plan.name} with another config.json than {checkpoint.path} has now "
+            f"(digest {plan.config_digest[:12]}). Plan it again: oddrank plan {checkpoint.path} --tp {plan.tp}."
+        )
+
+
+def stock_vllm(subject: Subject, tp: int) -> dict[str, object]:
+    """Does stock vLLM serve this size? {"stock_vllm": bool, "stock_vllm_why": what does not divide, or None}."""
+    try:
+        request = Request(tp=tp, executor="vllm", kv_itemsize=subject.kv_itemsize)
+        solution = solve(
+            subject.model, subject.census, request, name=subject.name, config_digest=subject.config_digest
+        )
+    except OddrankError as error:
+        return {"stock_vllm": False, "stock_vllm_why": error.short}
+    picked = [c.candidate for group in solution.choices for c in group if c.chosen]
+    stock = subject.model.stock()
+    odd = [
+        f"{stock[la.axis]} {la.axis}"
+        for c in picked
+        if c.kind not in ("identity", "even")
+        for la in c.layouts
+        if la.total() != stock[la.axis] or la.axis == "vocab"
+    ]
+    return {"stock_vllm": not odd, "stock_vllm_why": f"{', '.join(odd)}" if odd else None}

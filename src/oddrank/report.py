@@ -1,0 +1,114 @@
+"""What a plan says of itself: the numbers behind `oddrank plan`, as plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oddrank.geometry import Model
+from oddrank.layout.candidate import Candidate
+from oddrank.layout.census import Census, Use
+from oddrank.layout.cost import kv_bytes_per_layer, rank_cost, weight_bytes
+from oddrank.layout.plan import Plan
+from oddrank.layout.proof import Check
+from oddrank.layout.solver import Choice, Solution
+from oddrank.transform.recipe import recipes
+
+
+def describe(solution: Solution, census: Census, checks: tuple[Check, ...]) -> dict[str, Any]:
+    """The JSON of `oddrank plan --json`. Bytes are bytes; per_rank lists have one entry a rank."""
+    plan = solution.plan
+    model, stock = plan.model, plan.model.stock()
+    costs = [
+        rank_cost(
+            model, plan.uses, plan.counts(r), context=plan.context, kv_itemsize=plan.kv_itemsize
+        )
+        for r in range(plan.tp)
+    ]
+    stock_bytes = weight_bytes(model, plan.uses, stock)
+    kv_layers = model.kv.layers if model.kv else 0
+    candidates = {la.axis: c.candidate for group in solution.choices for c in group if c.chosen
+                  for la in c.candidate.layouts}
+    return {
+        "model": plan.name,
+        "family": model.family,
+        "architecture": model.architecture,
+        "tp": plan.tp,
+        "executor": plan.executor,
+        "layout": plan.kind,
+        "context": plan.context,
+        "axes": [
+            {
+                "name": la.axis,
+                "stock": stock[la.axis],
+                "planned": la.total(),
+                "per_rank": list(la.counts()),
+                "real_per_rank": list(la.real()),
+                "why": candidates[la.axis].why,
+            }
+            for la in plan.layouts
+        ],
+        "tensors": {
+            "total": census.total,
+            "changed": changed_tensors(plan),
+            "unmatched": len(census.unmatched),
+        },
+        "bytes": {
+            "stock": stock_bytes,
+            "per_rank": [c.weight_bytes for c in costs],
+            "overhead": max(c.weight_bytes for c in costs) * plan.tp / stock_bytes - 1.0,
+        },
+        "macs_per_token": {"stock": _stock_macs(plan), "per_rank": [c.macs for c in costs]},
+        "kv": {
+            "stock_bytes_per_token": kv_layers * kv_bytes_per_layer(model, stock, plan.kv_itemsize),
+            "per_rank_bytes_per_token": [c.kv_bytes for c in costs],
+            "layers": kv_layers,
+        },
+        "idle_ranks": idle_ranks(plan),
+        "alternatives": [
+            alternative(choice, model, plan.uses) for group in solution.choices if len(group) > 1
+            for choice in group
+        ],
+        "proof": {
+            "ok": all(c.ok for c in checks),
+            "checks": [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in checks],
+        },
+    }
+
+
+def _stock_macs(plan: Plan) -> int:
+    from oddrank.layout.cost import macs
+
+    return macs(plan.model, plan.model.stock(), plan.context)
+
+
+def changed_tensors(plan: Plan) -> int:
+    """Stored tensors that differ between the stock and the virtual checkpoint; 0 where ranks only take slices."""
+    if not plan.executor_facts().equal_ranks:
+        return 0
+    return sum(1 for _, recipe in recipes(plan, plan.virtual()) if not recipe.unchanged)
+
+
+def idle_ranks(plan: Plan) -> list[int]:
+    """Ranks that hold no real element of some summed axis: they compute zeros there."""
+    idle = set()
+    for axis in plan.model.axes:
+        if axis.summed:
+            idle |= {r for r, n in enumerate(plan.layout(axis.name).real()) if n == 0}
+    return sorted(idle)
+
+
+def alternative(choice: Choice, model: Model, uses: tuple[Use, ...]) -> dict[str, Any]:
+    """One candidate of a group of axes, with its price on the fullest rank (of these axes alone)."""
+    c: Candidate = choice.candidate
+    return {
+        "layout": c.kind,
+        "chosen": choice.chosen,
+        "group": c.gqa,
+        "axes": [
+            {"name": la.axis, "planned": la.total(), "per_rank": list(la.counts())} for la in c.layouts
+        ],
+        "weight_bytes_per_rank": choice.cost.weight_bytes,
+        "kv_bytes_per_token_per_rank": choice.cost.kv_bytes,
+        "macs_per_token_per_rank": choice.cost.macs,
+        "why": c.why,
+    }

@@ -1,0 +1,33 @@
+"""The config of the virtual checkpoint: the stock config with the planned counts, in a form its reader loads."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from oddrank.families import families
+from oddrank.layout.plan import Plan
+
+
+def virtual_config(plan: Plan, config: dict[str, Any], reader: str | None = None) -> dict[str, Any]:
+    """config.json for the plan's virtual checkpoint; `config` itself where the plan is the identity.
+
+    reader: "transformers" or "vllm", whose classes will read it (default: the executor's). Values that were
+    implied (head_dim) are written out, and a config that the reader's own class would refuse or misread is
+    spelled as another architecture with the same arithmetic. Raises OddrankError where there is none.
+    """
+    if plan.is_identity():
+        return config
+    result = copy.deepcopy(config)
+    text = result
+    for key in plan.model.config_path:
+        text = text[key]
+    counts = plan.virtual().counts()
+    for key, axis in plan.model.config_axes:
+        text[key] = counts[axis]
+    text.update(plan.model.config_fixed)
+    family = families()[plan.model.family]
+    spelled = family.respell(dict(text), reader or plan.executor_facts().reader)
+    text.clear()
+    text.update(spelled)
+    return result

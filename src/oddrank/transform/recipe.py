@@ -1,0 +1,128 @@
+"""Recipes: how one stored tensor of the result is drawn from one stored tensor of the source.
+
+A recipe is the plan's slots turned into runs of stored entries, once per role and stored tensor; every instance of
+the role shares it. Applying one is slices copied between numpy views of raw words: nothing is decoded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from oddrank.checkpoint.dtypes import STORAGE
+from oddrank.formats.base import stem
+from oddrank.geometry import Slots
+from oddrank.geometry.dims import IntArray
+from oddrank.layout.census import blocks, stored_shape, stored_tensors, use_format, use_instances
+from oddrank.layout.index import logical_index, stored_index
+from oddrank.layout.plan import Plan
+
+Words = npt.NDArray[Any]
+
+
+class Span(NamedTuple):
+    """`length` target entries from `target` on, drawn from source entries from `source` on; -1 = filled."""
+
+    target: int
+    source: int
+    length: int
+
+
+class Recipe(NamedTuple):
+    """source_shape, shape: stored shapes before and after. dtype: safetensors name. spans: per dimension.
+    fills: per dimension, the word for entries of that dimension that have no source; where two dimensions have
+    none, the first (rows) decides. unchanged: the result is the source, byte for byte."""
+
+    source_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    spans: tuple[tuple[Span, ...], ...]
+    fills: tuple[int, ...]
+    unchanged: bool
+
+
+def spans_of(index: IntArray) -> tuple[Span, ...]:
+    """Runs of consecutive source entries (or of fills) in an index of entries."""
+    if not len(index):
+        return ()
+    step = np.where(index[:-1] < 0, index[1:] < 0, index[1:] == index[:-1] + 1)
+    starts = np.flatnonzero(np.concatenate([[True], ~step]))
+    ends = np.append(starts[1:], len(index))
+    return tuple(
+        Span(int(s), int(index[s]), int(e - s)) for s, e in zip(starts, ends, strict=True)
+    )
+
+
+def recipes(plan: Plan, slots: Slots) -> Iterator[tuple[str, Recipe]]:
+    """(stored tensor name, recipe) for every stored tensor that has a role."""
+    stock = plan.model.stock()
+    made: dict[tuple[Any, ...], tuple[Span, ...]] = {}
+    for use in plan.uses:
+        role = plan.model.roles[use.role]
+        source_logical = tuple(d.size(stock) for d in role.dims)
+        parts = []
+        for (suffix, stored), dtype in zip(stored_tensors(role, use_format(use)), use.dtypes, strict=True):
+            footprint = blocks(role, stored)
+            spans = []
+            for dim, block, size in zip(role.dims, footprint, source_logical, strict=True):
+                key = (dim, block, stored.shared)
+                if key not in made:
+                    logical = logical_index(dim, stock, slots)
+                    made[key] = spans_of(stored_index(logical, size, block, shared=stored.shared))
+                spans.append(made[key])
+            source_shape = stored_shape(source_logical, footprint)
+            shape = tuple(sum(s.length for s in sp) for sp in spans)
+            unchanged = shape == source_shape and all(
+                sp == (Span(0, 0, n),) for sp, n in zip(spans, shape, strict=True)
+            )
+            fills = tuple(stored.row_fill for _ in role.dims)
+            if role.matrix:
+                fills = (*fills[:-1], stored.column_fill)
+            parts.append((suffix, Recipe(source_shape, shape, dtype, tuple(spans), fills, unchanged)))
+        for name in use_instances(plan.model, use):
+            base = stem(name)
+            for suffix, recipe in parts:
+                yield base + suffix, recipe
+
+
+def apply(recipe: Recipe, source: Words, out: Words) -> None:
+    """Write the whole result into `out` (STORAGE dtype, recipe.shape; may be strided)."""
+    _copy(recipe, source, out, recipe.spans[0] if recipe.spans else ())
+
+
+def apply_rows(recipe: Recipe, source: Words, start: int, out: Words) -> None:
+    """Write rows start .. start + len(out) of the result (along its first dimension) into `out`."""
+    stop = start + len(out)
+    first = []
+    for span in recipe.spans[0]:
+        a, b = max(span.target, start), min(span.target + span.length, stop)
+        if a < b:
+            moved = span.source + (a - span.target) if span.source >= 0 else -1
+            first.append(Span(a - start, moved, b - a))
+    _copy(recipe, source, out, tuple(first))
+
+
+def _copy(recipe: Recipe, source: Words, out: Words, first: tuple[Span, ...]) -> None:
+    if not recipe.spans:
+        out[...] = source
+        return
+    for spans in itertools.product(first, *recipe.spans[1:]):
+        target = tuple(slice(s.target, s.target + s.length) for s in spans)
+        fill = next((f for s, f in zip(spans, recipe.fills, strict=True) if s.source < 0), None)
+        if fill is not None:
+            out[target] = fill
+        else:
+            out[target] = source[tuple(slice(s.source, s.source + s.length) for s in spans)]
+
+
+def materialize(recipe: Recipe, source: Words) -> Words:
+    """The result as a new array; the source itself (a view, no copy) where nothing changes."""
+    if recipe.unchanged:
+        return source
+    out = np.empty(recipe.shape, dtype=STORAGE[recipe.dtype])
+    apply(recipe, source, out)
+    return out
