@@ -8,6 +8,7 @@ entry of the source.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from oddrank.geometry.dims import Counts, Dim, IntArray, Slots
 
@@ -51,7 +52,7 @@ def stored_index(
     padded = np.full(count * target, -1, dtype=np.int64)
     padded[: len(logical)] = logical
     grid = padded.reshape(count, target)
-    real = grid >= 0
+    real: npt.NDArray[np.bool_] = np.greater_equal(grid, 0)
     any_real = real.any(axis=1)
     source = grid // block  # -1 // block is -1
     low = np.where(real, source, np.iinfo(np.int64).max).min(axis=1)
@@ -68,7 +69,9 @@ def stored_index(
         # a packed word is copied whole: its elements keep their places, and no source element rides along unseen
         place = np.arange(target, dtype=np.int64)[None, :]
         expected = high[:, None] * block + place
-        wrong = np.logical_or(real & (grid != expected), ~real & (expected < size)) & any_real[:, None]
+        moved = np.not_equal(grid, expected)
+        wrong = np.where(real, moved, np.less(expected, size))
+        wrong[~any_real] = False
         if wrong.any():
             at = int(np.flatnonzero(wrong.any(axis=1))[0])
             raise StorageError(

@@ -245,7 +245,7 @@ def _user_constraints(plan: Plan) -> None:
             kv_bytes_per_layer(plan.model, plan.counts(r), plan.kv_itemsize) for r in range(plan.tp)
         )
         if most != wanted.kv_bytes:
-            raise _FoundError(f"kv_bytes={wanted.kv_bytes} was asked for; the plan needs {most} a token, layer and rank.")
+            raise _FoundError(f"kv_bytes={wanted.kv_bytes} was asked for; the plan needs {most}.")
 
 
 def no_crosstalk(plan: Plan) -> str:
