@@ -31,8 +31,7 @@ DEFAULTS = {"llama": (None, None), "mistral": (None, 8), "qwen2": (None, 32), "q
 @pytest.mark.parametrize("model_type", DEFAULTS)
 @pytest.mark.parametrize("head_dim", [{}, {"head_dim": 24}, {"head_dim": None}])
 @pytest.mark.parametrize("kv_heads", [{}, {"num_key_value_heads": 2}, {"num_key_value_heads": None}])
-def test_head_arithmetic_is_transformers(model_type: str, head_dim: dict[str, Any], kv_heads: dict[str, Any])
--> None:
+def test_head_arithmetic_is_transformers(model_type: str, head_dim: dict[str, Any], kv_heads: dict[str, Any]) -> None:
     config = SMALL | {"num_attention_heads": 32} | head_dim | kv_heads
     view = ConfigView(config)
     try:
@@ -123,8 +122,7 @@ def test_rope_by_layer_type() -> None:
     assert (ropes["sliding_attention"].theta, ropes["sliding_attention"].extra) == (1e4, {"factor": 2.0})
     with pytest.raises(OddrankError, match="differ between layer types"):
         view.rope()
-    assert ConfigView({"rope_parameters": {"full_attention": full, "sliding_attention": full}}).rope().theta
-    == 1e6
+    assert ConfigView({"rope_parameters": {"full_attention": full, "sliding_attention": full}}).rope().theta == 1e6
 
 
 def test_dtype_in_both_spellings() -> None:
@@ -138,8 +136,7 @@ def test_text_config() -> None:
     assert ConfigView({"a": 1}).text().data == {"a": 1}
     assert ConfigView({"text_config": {"a": 1}}).text().data == {"a": 1}
     nested = ConfigView({"thinker_config": {"text_config": {"a": -1}}}).text()
-    with pytest.raises(OddrankError, match=r"config\.json: thinker_config\.text_config\.a should be .* it is
-    -1\."):
+    with pytest.raises(OddrankError, match=r"config\.json: thinker_config\.text_config\.a should be .* it is -1\."):
         nested.require_int("a")
 
 

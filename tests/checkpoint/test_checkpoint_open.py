@@ -31,8 +31,7 @@ def refused(path: Path | str, *parts: str) -> str:
 
 @pytest.mark.parametrize("index", [True, False])
 @pytest.mark.parametrize("shards", [TWO, {"model.safetensors": ["a", "b", "c"]}])
-def test_arrays_equal_what_the_library_loads(tmp_path: Path, shards: dict[str, list[str]], index: bool) ->
-None:
+def test_arrays_equal_what_the_library_loads(tmp_path: Path, shards: dict[str, list[str]], index: bool) -> None:
     path = model(tmp_path / "m", shards, index)
     with Checkpoint.open(path) as checkpoint:
         assert checkpoint.files == tuple(shards)
