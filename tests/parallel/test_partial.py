@@ -171,8 +171,7 @@ def test_the_type_checker_refuses_it_too(tmp_path: Path) -> None:
     source = tmp_path / "source.py"
     source.write_text(
         "import torch\nfrom torch import Tensor\nfrom oddrank.runtime.parallel import Partial\n"
-        "def f(h: Tensor, p: Partial, q: Partial, r: Partial) -> None:\n"
-        + "".join(f"    {line}\n" for line in lines)
+        "def f(h: Tensor, p: Partial, q: Partial, r: Partial) -> None:\n" + "".join(f"    {line}\n" for line in lines)
     )
     options = ["--strict", "--cache-dir", str(Path(__file__).parents[2] / ".mypy_cache")]
     out, _, _ = api.run([*options, str(source)])

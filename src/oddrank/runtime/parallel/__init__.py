@@ -7,19 +7,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oddrank.runtime.parallel.group import Collectives, Group, SoloGroup
+    from oddrank.runtime.parallel.child import Link
+    from oddrank.runtime.parallel.dist import connect
+    from oddrank.runtime.parallel.group import Collectives, Group, PeerLostError, SoloGroup
+    from oddrank.runtime.parallel.launch import Ranks, run_ranks
     from oddrank.runtime.parallel.local import LocalGroup
     from oddrank.runtime.parallel.partial import Partial
 
 _HOMES = {
     "Collectives": "group",
     "Group": "group",
+    "Link": "child",
     "LocalGroup": "local",
     "Partial": "partial",
+    "PeerLostError": "group",
+    "Ranks": "launch",
     "SoloGroup": "group",
+    "connect": "dist",
+    "run_ranks": "launch",
 }
 
-__all__ = ["Collectives", "Group", "LocalGroup", "Partial", "SoloGroup"]
+__all__ = [
+    "Collectives",
+    "Group",
+    "Link",
+    "LocalGroup",
+    "Partial",
+    "PeerLostError",
+    "Ranks",
+    "SoloGroup",
+    "connect",
+    "run_ranks",
+]
 
 
 def __getattr__(name: str) -> Any:

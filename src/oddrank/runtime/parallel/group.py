@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oddrank.errors import OddrankError
+
 _HALF = (torch.bfloat16, torch.float16)
+
+
+class PeerLostError(OddrankError):
+    """Another rank is gone, so this one cannot go on: a consequence, the cause is on the other rank."""
 
 
 class Collectives:

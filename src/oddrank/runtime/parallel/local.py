@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oddrank.errors import OddrankError
-from oddrank.runtime.parallel.group import Group, SoloGroup, sum_in_rank_order
+from oddrank.runtime.parallel.group import Group, PeerLostError, SoloGroup, sum_in_rank_order
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class LocalGroup(Group):
         """Call `fn(group)` as each of `size` ranks and return their results in rank order.
 
         Ranks see the caller's gradient and inference modes and context variables. If one raises, the others
-        are released from whatever collective they wait in with an `OddrankError`, and the exception of the
+        are released from whatever collective they wait in with a `PeerLostError`, and the exception of the
         first rank that failed is raised here, with a note that names the rank.
         """
         if size < 1:
@@ -187,7 +187,7 @@ class _Room:
         assert self._failure is not None
         failed, error = self._failure
         who = "the caller was interrupted" if failed is None else f"rank {failed} failed"
-        raise OddrankError(f"Rank {rank} was released from a collective because {who}: {error}")
+        raise PeerLostError(f"Rank {rank} was released from a collective because {who}: {error}")
 
     def _pass_on(self, rank: int) -> None:
         """Hand the baton to the next rank that can run: after a failure, any that has not returned yet."""

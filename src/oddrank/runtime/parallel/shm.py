@@ -1,0 +1,323 @@
+"""Ranks that are CPU processes of one machine, reducing through a piece of memory that all of them map.
+
+The memory has no name: the first rank makes it with memfd_create and the others open it through that rank's
+/proc entry, so whatever kills the ranks, nothing stays behind, and the size of /dev/shm does not matter.
+
+Layout, for N ranks: N lines of 128 bytes (`_SEQUENCE` and the other words below), N bytes that say which rank
+each rank sleeps for, and two buffers of N slots. In step k every rank copies its data into its slot of buffer
+k % 2, publishes k as its sequence number, waits until every other rank has published k, and reads the slots.
+One such meeting a step is enough: a rank that fills buffer k % 2 again has seen everybody publish k + 1, and
+whoever published k + 1 has read buffer k % 2.
+
+Memory order: data is stored before the sequence number that announces it and loaded after it. x86-64 keeps
+stores in order and loads in order, so plain stores from an interpreter will do there. On machines with a
+weaker order they will not; `supported()` says no and ranks reduce through gloo.
+"""
+
+import ctypes
+import mmap
+import os
+import pickle
+import platform
+import sys
+import threading
+import time
+from math import prod
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from oddrank.errors import OddrankError
+from oddrank.runtime.parallel import futex
+from oddrank.runtime.parallel.group import Group, PeerLostError, sum_in_rank_order
+from oddrank.runtime.parallel.peers import Peer
+
+_LINE = 16  # words of 8 bytes: two cache lines, which x86 fetches together
+_SEQUENCE, _SIGNATURE, _LEFT = 0, 1, 3  # words of a line; there is a signature for either buffer
+_HEADER = 128  # bytes before a slot's data: the number of dimensions and their sizes
+_MOST_DIMENSIONS = _HEADER // 8 - 1
+SLOT = 256 * 1024  # bytes of data a slot takes; longer tensors go in several steps
+_SPIN = 100_000  # ns to look again before going to sleep, where every rank has a core
+_LOOK_AROUND = 0.05  # s of sleep after which a rank checks that the one it waits for is alive
+_MOST_ENTRIES = 512  # shapes whose views are kept
+
+_OPS = ("", "barrier", "broadcast", "all_gather", "all_reduce")
+_BARRIER, _BROADCAST, _ALL_GATHER, _ALL_REDUCE = range(1, 5)
+_DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+
+
+def supported() -> bool:
+    """Whether this machine's memory order and system calls allow a `SharedMemoryGroup`."""
+    return sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
+
+
+def bytes_needed(size: int, slot: int = SLOT) -> int:
+    """Bytes of shared memory that `size` ranks need."""
+    return _slots_at(size) + 2 * size * (_HEADER + slot)
+
+
+def create(size: int, slot: int = SLOT) -> int:
+    """A file descriptor of zeroed shared memory for `size` ranks, without a name."""
+    fd = os.memfd_create("oddrank", os.MFD_CLOEXEC)
+    os.ftruncate(fd, bytes_needed(size, slot))
+    return fd
+
+
+def _slots_at(size: int) -> int:
+    end = size * _LINE * 8 + size
+    return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class _Entry(NamedTuple):
+    """What an all-reduce of one shape and dtype needs, made at its first call."""
+
+    nbytes: int
+    signature: int
+    views: tuple[list[Tensor], list[Tensor]]  # per buffer, every rank's slot as such a tensor
+
+
+class SharedMemoryGroup(Group):
+    """One CPU process of `size`, joined to the others through shared memory.
+
+    `memory` is a descriptor of `bytes_needed(size, slot)` zeroed bytes, the same on all ranks; it may be
+    closed after this returns. `pids` are the ranks' processes. `spin` allows a rank to look again for up to
+    0.1 ms before it sleeps; leave it off where ranks outnumber cores. A rank that waits for a process that
+    has died, or has left the group, raises `PeerLostError`; ranks that called different things raise
+    `OddrankError`.
+    """
+
+    def __init__(self, rank: int, size: int, memory: int, pids: list[int], spin: bool, slot: int = SLOT) -> None:
+        super().__init__(rank, size)
+        self.spin = spin
+        self._slot = slot
+        self._map = mmap.mmap(memory, bytes_needed(size, slot))
+        self._words = memoryview(self._map).cast("Q")
+        with torch.inference_mode(False):
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._address = self._bytes.data_ptr()
+        self._line = rank * _LINE
+        self._sleepers = size * _LINE * 8
+        self._me = rank % 255 + 1
+        self._others = [(other, other * _LINE) for other in range(size) if other != rank]
+        self._peers = {other: Peer(pids[other]) for other, _ in self._others}
+        self._nap = futex.timespec(_LOOK_AROUND)
+        self._fence = threading.Lock()
+        self._step = 0
+        self._closed = False
+        first = _slots_at(size)
+        stride = _HEADER + slot
+        self._data = tuple([first + (b * size + r) * stride + _HEADER for r in range(size)] for b in (0, 1))
+        self._mine = tuple(self._address + self._data[b][rank] for b in (0, 1))
+        self._entries: dict[tuple[torch.Size, torch.dtype], _Entry] = {}
+        self._meet(_BARRIER)
+
+    # What the ranks do together -----------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.counts.all_reduce += 1
+        return self._reduce(tensor)
+
+    def all_gather_list(self, tensor: Tensor) -> list[Tensor]:
+        self.counts.all_gather += 1
+        parts, shared = self._gather(tensor)
+        return [part.clone() for part in parts] if shared else parts
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        self.counts.all_gather += 1
+        return torch.cat(self._gather(tensor)[0], dim)
+
+    def broadcast(self, value: Any = None, source: int = 0) -> Any:
+        self.counts.broadcast += 1
+        if not 0 <= source < self.size:
+            raise OddrankError(f"There is no rank {source} to broadcast from: the group has {self.size}.")
+        data = pickle.dumps(value) if source == self.rank else b""
+        received = bytearray()
+        while True:
+            buffer = (self._step + 1) & 1
+            at = self._data[buffer][source]
+            if source == self.rank:
+                chunk = data[len(received) : len(received) + self._slot]
+                self._words[(at - _HEADER) // 8] = len(data)
+                self._map[at : at + len(chunk)] = chunk
+            self._meet(_BROADCAST | source << 4)
+            total = self._words[(at - _HEADER) // 8]
+            received += self._map[at : at + min(self._slot, total - len(received))]
+            if len(received) == total:
+                return pickle.loads(received)
+
+    def barrier(self) -> None:
+        self.counts.barrier += 1
+        self._meet(_BARRIER)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._words[self._line + _LEFT] = 1
+        futex.wake(self._address + self._line * 8)
+        for peer in self._peers.values():
+            peer.close()
+
+    # How ----------------------------------------------------------------------------------------------------
+
+    def _reduce(self, tensor: Tensor) -> Tensor:
+        entry = self._entries.get((tensor.shape, tensor.dtype)) or self._prepare(tensor)
+        if entry.nbytes > self._slot or not tensor.is_contiguous() or not tensor.is_cpu:
+            return self._reduce_in_steps(tensor)
+        step = self._step + 1
+        ctypes.memmove(self._mine[step & 1], tensor.data_ptr(), entry.nbytes)
+        self._meet(entry.signature)
+        views = entry.views[step & 1]
+        if self.size == 2:
+            return tensor.add_(views[1 - self.rank])
+        return sum_in_rank_order(views, tensor)
+
+    def _meet(self, signature: int) -> None:
+        """Publish the next step, with everything stored before it, and wait until the others have too."""
+        words, line = self._words, self._line
+        step = self._step = self._step + 1
+        buffer = step & 1
+        words[line + _SIGNATURE + buffer] = signature
+        words[line + _SEQUENCE] = step
+        # A rank marks itself asleep, then looks at the sequence number once more. Here the number is stored,
+        # then the marks are read, and to keep that order takes a full barrier, which taking a lock is.
+        with self._fence:
+            pass
+        if self._me in self._map[self._sleepers : self._sleepers + self.size]:
+            futex.wake(self._address + line * 8)
+        for other, at in self._others:
+            if words[at] < step:
+                self._wait(other, at, step)
+            if words[at + _SIGNATURE + buffer] != signature:
+                self._raise_disagreement(other, words[at + _SIGNATURE + buffer], signature)
+
+    def _wait(self, other: int, at: int, step: int) -> None:
+        words = self._words
+        if self._closed:
+            raise OddrankError(f"Rank {self.rank} has left the group and called another collective.")
+        if self.spin:
+            end = time.perf_counter_ns() + _SPIN
+            while True:
+                for _ in range(32):
+                    if words[at] >= step:
+                        return
+                if time.perf_counter_ns() > end:
+                    break
+        mark = self._sleepers + self.rank
+        word = self._address + at * 8
+        self._map[mark] = other % 255 + 1
+        while (seen := words[at]) < step:
+            # The low half of the sequence number, little-endian, is the word slept on.
+            woken = futex.wait(word, seen & 0xFFFFFFFF, self._nap)
+            gone = words[at + _LEFT] or not (woken or self._peers[other].alive())
+            if gone and words[at] < step:  # it may have published this step and left since
+                self._raise_lost(other, step)
+        self._map[mark] = 0
+
+    def _prepare(self, tensor: Tensor) -> _Entry:
+        code = self._dtype_code(tensor)
+        nbytes = tensor.numel() * tensor.itemsize
+        views: tuple[list[Tensor], list[Tensor]] = ([], [])
+        if nbytes <= self._slot:
+            for buffer in (0, 1):
+                views[buffer].extend(self._view(at, tensor.dtype, tensor.shape) for at in self._data[buffer])
+        if len(self._entries) >= _MOST_ENTRIES:
+            self._entries.clear()
+        entry = _Entry(nbytes, _ALL_REDUCE | code << 4 | nbytes << 16, views)
+        self._entries[tensor.shape, tensor.dtype] = entry
+        return entry
+
+    def _reduce_in_steps(self, tensor: Tensor) -> Tensor:
+        """Reduce a tensor that is longer than a slot or not contiguous, in as many steps as it takes."""
+        if not tensor.is_cpu:
+            raise OddrankError(f"Shared memory reduces CPU tensors; this one is on {tensor.device}.")
+        flat = tensor.reshape(-1)  # a copy if the tensor is not contiguous
+        per_step = self._slot // tensor.itemsize
+        for start in range(0, len(flat), per_step):
+            self._reduce(flat[start : start + per_step])
+        return tensor if tensor.is_contiguous() else tensor.copy_(flat.view(tensor.shape))
+
+    def _gather(self, tensor: Tensor) -> tuple[list[Tensor], bool]:
+        """Every rank's tensor, and whether they are views of the slots, good until the next call but one."""
+        signature = _ALL_GATHER | self._dtype_code(tensor) << 4
+        if not tensor.is_cpu:
+            raise OddrankError(f"Shared memory gathers CPU tensors; this one is on {tensor.device}.")
+        if tensor.dim() > _MOST_DIMENSIONS:
+            raise OddrankError(f"A tensor to gather has at most {_MOST_DIMENSIONS} dimensions.")
+        tensor = tensor.contiguous()
+        words, dtype, itemsize = self._words, tensor.dtype, tensor.itemsize
+        mine = tensor.numel() * itemsize
+        done = 0
+        parts: list[Tensor] = []
+        lengths: list[int] = []
+        while True:
+            buffer = (self._step + 1) & 1
+            header = (self._data[buffer][self.rank] - _HEADER) // 8
+            words[header] = tensor.dim()
+            for axis, length in enumerate(tensor.shape):
+                words[header + 1 + axis] = length
+            if mine > done:
+                source = tensor.data_ptr() + done
+                ctypes.memmove(self._mine[buffer], source, min(self._slot, mine - done))
+            self._meet(signature)
+            if not lengths:
+                shapes = [self._shape(at) for at in self._data[buffer]]
+                lengths = [prod(shape) * itemsize for shape in shapes]
+                if max(lengths) <= self._slot:
+                    slots = zip(self._data[buffer], shapes, strict=True)
+                    return [self._view(at, dtype, shape) for at, shape in slots], True
+                parts = [torch.empty(shape, dtype=dtype) for shape in shapes]
+            for at, part, length in zip(self._data[buffer], parts, lengths, strict=True):
+                if length > done:
+                    chunk = min(self._slot, length - done)
+                    ctypes.memmove(part.data_ptr() + done, self._address + at, chunk)
+            done += self._slot
+            if done >= max(lengths):
+                return parts, False
+
+    def _shape(self, at: int) -> tuple[int, ...]:
+        header = (at - _HEADER) // 8
+        return tuple(self._words[header + 1 : header + 1 + self._words[header]])
+
+    def _view(self, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        length = prod(shape) * dtype.itemsize
+        return self._bytes[at : at + length].view(dtype).view(shape)
+
+    def _dtype_code(self, tensor: Tensor) -> int:
+        if tensor.dtype not in _DTYPES:
+            raise OddrankError(f"Shared memory does not take {tensor.dtype}, only {', '.join(map(str, _DTYPES))}.")
+        return _DTYPES.index(tensor.dtype)
+
+    def _raise_lost(self, other: int, step: int) -> NoReturn:
+        pid = self._peers[other].pid
+        how = "has left the group" if self._words[other * _LINE + _LEFT] else "has died"
+        raise PeerLostError(
+            f"Rank {other} of {self.size} (pid {pid}) {how}; rank {self.rank} waits for it in step {step}."
+        )
+
+    def _raise_disagreement(self, other: int, theirs: int, mine: int) -> NoReturn:
+        self.close()
+        raise OddrankError(
+            f"Ranks called different collectives: rank {self.rank} {_words_of(mine)}, rank {other} "
+            f"{_words_of(theirs)}. Every rank must call the same ones in the same order, with equal shapes."
+        )
+
+
+def _words_of(signature: int) -> str:
+    op, code, nbytes = signature & 15, signature >> 4 & 0xFFF, signature >> 16
+    detail = {_BROADCAST: f" from rank {code}", _ALL_GATHER: f" of {_DTYPES[code % len(_DTYPES)]}"}.get(op, "")
+    if op == _ALL_REDUCE:
+        detail = f" of {nbytes} bytes of {_DTYPES[code]}"
+    return _OPS[op] + detail
