@@ -22,7 +22,7 @@ from rich.text import Text
 from oddrank.demo.smollm2 import DEFAULT_OUT, ensure_model
 from oddrank.errors import CheckFailedError, OddrankError
 
-DEFAULT_PROMPT = "The capital of France is"
+DEFAULT_PROMPT = "Once upon a time"
 
 
 class Generation(msgspec.Struct, frozen=True):
