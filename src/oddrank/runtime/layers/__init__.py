@@ -1,0 +1,1 @@
+"""Layers: placements (linear, vocab), formats (kernels), norms, rotary embedding, attention."""

@@ -1,0 +1,183 @@
+"""How a rank's matrix [N, K] is stored and multiplied by: one class a format, knowing nothing of ranks.
+
+A placement (column, row, merged) asks a `WeightFormat` for the weight of a local matrix made of named parts and
+calls it. A format decides which stored tensors a part has, what it keeps of them, and which kernel multiplies.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+from torch import Tensor
+
+from oddrank.runtime.layers.module import Module, Parameter
+from oddrank.runtime.precision import Precision
+
+_PACK_ELEMENTS = 1 << 24
+"""Elements packed at a time: bounds the fp32 copy that packing needs to 64 MB."""
+
+_CONVERT_ELEMENTS = 1 << 20
+"""Elements converted at a time where a product is done in fp32: 4 MB, which the last-level cache keeps."""
+
+_SMALLEST, _LARGEST = 2.0**-10, torch.finfo(torch.float16).max
+"""What the largest weight of a matrix must be between for it to be packed."""
+
+_THREADED_ELEMENTS = 1 << 20
+"""Below this many elements a second thread costs more than it brings."""
+
+
+class Rows(NamedTuple):
+    """A named linear layer of the checkpoint, without its suffix, and how many of the matrix's rows it is."""
+
+    name: str
+    rows: int
+
+
+class LinearWeight(Module):
+    """A loaded matrix [N, K]: called with x [..., K] and an optional bias [N], gives [..., N]."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+
+class WeightFormat(Protocol):
+    """How matrices are stored."""
+
+    def linear(self, parts: Sequence[Rows], k: int) -> LinearWeight:
+        """The weight of the matrix whose rows are the parts', stacked in order."""
+        ...
+
+
+class DenseFormat:
+    """A matrix stored as itself, in bf16, fp16, fp32 or fp64."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.precision = precision
+
+    def linear(self, parts: Sequence[Rows], k: int) -> LinearWeight:
+        weights, activations = self.precision.weights, self.precision.activations
+        names = [(f"{part.name}.weight", part.rows) for part in parts]
+        if weights == activations:
+            return DenseWeight(Parameter(names, (k,), weights))
+        if k and sum(part.rows for part in parts) and half_packing_works():
+            return HalfPackedWeight(names, k, weights)
+        return NarrowWeight(Parameter(names, (k,), weights))
+
+
+class DenseWeight(LinearWeight):
+    """Weights in the type of the activations."""
+
+    def __init__(self, weight: Parameter) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.weight.data, bias)
+
+
+class NarrowWeight(LinearWeight):
+    """bf16 or fp16 weights under fp32 activations, by what torch has everywhere.
+
+    One to three rows of x go through the half-precision product, which rounds x and the result; more are
+    multiplied in fp32 by blocks of the matrix that are converted as they are needed.
+    """
+
+    def __init__(self, weight: Parameter) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight = self.weight.data
+        n, k = weight.shape
+        flat = x.reshape(-1, k)
+        if len(flat) <= 3:
+            out = F.linear(flat.to(weight.dtype), weight).to(x.dtype)
+        else:
+            out = torch.empty(len(flat), n, dtype=x.dtype)
+            step = max(1, _CONVERT_ELEMENTS // max(k, 1))
+            for start in range(0, n, step):
+                block = weight[start : start + step].to(x.dtype)
+                torch.mm(flat, block.t(), out=out[:, start : start + step])
+        if bias is not None:
+            out += bias
+        return out.reshape(*x.shape[:-1], n)
+
+    def exact(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The products of x [K] with some rows of the matrix, rounded only in x's type: [len(rows)]."""
+        return self.weight.data.index_select(0, rows).to(x.dtype).mv(x)
+
+
+class HalfPackedWeight(LinearWeight):
+    """bf16 or fp16 weights, packed as fp16 for a kernel that multiplies them in fp32, two bytes an element.
+
+    fp16 holds every bf16 number between 2^-17 and 65504 exactly and is off by at most 2^-25 on smaller ones. So
+    a matrix is packed where its largest weight is between 2^-10 and 65504 (the error is then below 2^-15 of
+    it; bf16 itself rounds by 2^-9) and kept as it is otherwise.
+    """
+
+    def __init__(self, names: Sequence[tuple[str, int]], k: int, dtype: torch.dtype) -> None:
+        self.weight = Parameter(names, (k,), dtype, take=self._pack)
+        self._packs: list[Any] = []
+        self._single: Any = None
+        self._fallback: NarrowWeight | None = None
+        self._op: Any = None
+
+    def _pack(self, weight: Tensor) -> Tensor | None:
+        n, k = weight.shape
+        largest = float(weight.abs().amax())
+        if not (_SMALLEST <= largest <= _LARGEST or largest == 0):
+            self._fallback = NarrowWeight(self.weight)
+            return weight
+        threaded = torch.get_num_threads() > 1 and n * k >= _THREADED_ELEMENTS
+        pack, self._op = _half_kernels(threaded)
+        step = max(16, _PACK_ELEMENTS // k // 16 * 16)
+        for start in range(0, n, step):
+            block = weight[start : start + step]
+            self._packs.append(pack(block.float()))
+            # The kernel's columns come in groups of 16.
+            self.weight.held += -(-len(block) // 16) * 16 * k * 2
+        self._single = self._packs[0] if len(self._packs) == 1 else None
+        return None
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._single is not None:
+            out: Tensor = self._op(x, self._single)
+        elif self._fallback is not None:
+            return self._fallback(x, bias)
+        else:
+            out = torch.cat([self._op(x, pack) for pack in self._packs], -1)
+        return out if bias is None else out.add_(bias)
+
+
+def _serial(x: Tensor, packed: Any) -> Tensor:
+    return torch.fbgemm_linear_fp16_weight_fp32_activation(x, packed, None)
+
+
+_works: bool | None = None
+
+
+def half_packing_works() -> bool:
+    """Does this build of torch, on this machine, multiply packed fp16 weights by fp32 activations?"""
+    global _works
+    if _works is None:
+        x, w = torch.full((1, 16), 2.0), torch.eye(16)
+        try:
+            _works = all(bool((op(x, pack(w)) == x).all()) for pack, op in map(_half_kernels, (False, True)))
+        except (RuntimeError, AttributeError, TypeError):
+            _works = False
+    return _works
+
+
+def _half_kernels(threaded: bool) -> tuple[Any, Any]:
+    """(pack, multiply). The serial one has the lower cost per call, and torch may drop it."""
+    quantized = torch.ops.quantized
+    serial = getattr(torch, "fbgemm_linear_fp16_weight_fp32_activation", None)
+    if threaded or serial is None:
+        op = quantized.linear_dynamic_fp16.default
+        return (lambda w: quantized.linear_prepack_fp16(w, None)), op
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fbgemm_")
+        pack = torch.fbgemm_pack_gemm_matrix_fp16
+        tiny = torch.zeros(1, 16)
+        serial(tiny, pack(torch.zeros(16, 16)), None)  # torch says once that these may go
+    return pack, _serial

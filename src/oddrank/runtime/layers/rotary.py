@@ -1,0 +1,140 @@
+"""Rotary position embedding (Su et al., 2021, arXiv 2104.09864) and the scalings that checkpoints ask for.
+
+Frequencies and angles are fp32 in every precision, as in transformers: they are constants of the model, and the
+same ones for every rank and every size.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from oddrank.errors import OddrankError
+
+
+class Rotary(NamedTuple):
+    """cos and signed sin of a step's tokens, [tokens, 1, head_dim]; sin is negative in the first half."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def apply_(self, x: Tensor) -> Tensor:
+        """Rotate x [tokens, heads, head_dim] in place: x * cos + rotate_half(x) * sin."""
+        swapped = torch.roll(x, x.shape[-1] // 2, -1)
+        return x.mul_(self.cos).addcmul_(swapped, self.sin)
+
+
+class RotaryEmbedding:
+    """Makes the `Rotary` of a step from its positions.
+
+    rope: the config's rope_parameters with `rope_type` and `rope_theta`. dim: rotated width (head_dim).
+    max_positions: max_position_embeddings. dtype: of the activations.
+    OddrankError for a rope_type that is not known.
+    """
+
+    def __init__(self, rope: dict[str, Any], dim: int, max_positions: int, dtype: torch.dtype) -> None:
+        kind = rope.get("rope_type", "default")
+        if kind not in _FREQUENCIES:
+            raise OddrankError(
+                f'config.json asks for the rotary scaling "{kind}", which the runtime does not compute. '
+                f"Known: {', '.join(sorted(_FREQUENCIES))}."
+            )
+        self._frequencies, self._rope, self._dim = _FREQUENCIES[kind], rope, dim
+        self._max_positions, self._dtype = max_positions, dtype
+        self.inv_freq, self._scaling = self._at(max_positions)
+        self._dynamic = kind == "dynamic"
+        self.limit = int(max_positions * rope["factor"]) if self._dynamic else max_positions
+        """Positions that the model is meant for."""
+
+    def __call__(self, positions: Tensor, sequences: Sequence[tuple[int, int]]) -> Rotary:
+        """positions: int64 [tokens]. sequences: (tokens in this step, length with them) of each sequence."""
+        inv_freq = self.inv_freq
+        if self._dynamic and any(length > self._max_positions for _, length in sequences):
+            inv_freq = torch.cat([self._at(length)[0].expand(n, -1) for n, length in sequences])
+        angles = positions[:, None].float() * inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        if self._scaling != 1.0:
+            cos, sin = cos * self._scaling, sin * self._scaling
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return Rotary(cos.to(self._dtype)[:, None, :], sin.to(self._dtype)[:, None, :])
+
+    def _at(self, length: int) -> tuple[Tensor, float]:
+        return self._frequencies(self._rope, self._dim, self._max_positions, length)
+
+
+Frequencies = Callable[[dict[str, Any], int, int, int], tuple[Tensor, float]]
+"""(rope_parameters, dim, max_position_embeddings, length) -> (inverse frequencies fp32 [dim / 2], factor on
+cos and sin)."""
+
+
+def _powers(theta: float, dim: int) -> Tensor:
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return torch.pow(theta, exponents)
+
+
+def _default(rope: dict[str, Any], dim: int, _max: int, _length: int) -> tuple[Tensor, float]:
+    return 1.0 / _powers(rope["rope_theta"], dim), 1.0
+
+
+def _linear(rope: dict[str, Any], dim: int, _max: int, _length: int) -> tuple[Tensor, float]:
+    """Position interpolation (Chen et al., 2023, arXiv 2306.15595)."""
+    return 1.0 / _powers(rope["rope_theta"], dim) / rope["factor"], 1.0
+
+
+def _dynamic(rope: dict[str, Any], dim: int, most: int, length: int) -> tuple[Tensor, float]:
+    """NTK-aware scaling that grows with the sequence beyond `most` positions."""
+    stretch = rope["factor"] * max(length, most) / most - (rope["factor"] - 1)
+    return 1.0 / _powers(rope["rope_theta"] * stretch ** (dim / (dim - 2)), dim), 1.0
+
+
+def _llama3(rope: dict[str, Any], dim: int, most: int, _length: int) -> tuple[Tensor, float]:
+    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
+    inv_freq = 1.0 / _powers(rope["rope_theta"], dim)
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope.get("original_max_position_embeddings", most)
+    waves = 2 * math.pi / inv_freq
+    slow = inv_freq / factor
+    blend = (original / waves - low) / (high - low)
+    between = (1 - blend) * slow + blend * inv_freq
+    out = torch.where(waves > original / low, slow, torch.where(waves < original / high, inv_freq, between))
+    return out, 1.0
+
+
+def _yarn(rope: dict[str, Any], dim: int, most: int, _length: int) -> tuple[Tensor, float]:
+    """YaRN (Peng et al., 2023, arXiv 2309.00071)."""
+    theta = rope["rope_theta"]
+    original = rope.get("original_max_position_embeddings", most)
+    factor = rope.get("factor") or most / original
+
+    def scaled(scale: float, by: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * by * math.log(scale) + 1.0
+
+    attention = rope.get("attention_factor")
+    if attention is None:
+        one, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention = scaled(factor, one) / scaled(factor, all_dims) if one and all_dims else scaled(factor)
+
+    def dimension(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    powers = _powers(theta, dim)
+    keep = 1 - ramp
+    return 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep, float(attention)
+
+
+_FREQUENCIES: dict[str, Frequencies] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

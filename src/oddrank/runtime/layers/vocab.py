@@ -1,0 +1,123 @@
+"""The token embedding and the output head, each rank with its rows of the vocabulary in any order."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+from torch import Tensor
+
+from oddrank.errors import OddrankError
+from oddrank.runtime.layers.kernels import LinearWeight, NarrowWeight, Rows, WeightFormat
+from oddrank.runtime.layers.module import Module, Parameter
+from oddrank.runtime.parallel.group import Group
+from oddrank.runtime.parallel.partial import Partial
+from oddrank.runtime.precision import Precision
+
+_CONTENDERS = 64
+"""How many of a rank's largest rounded logits are computed again exactly."""
+
+
+class VocabParallelEmbedding(Module):
+    """Row lookup. tokens int64 [tokens] -> Partial [tokens, hidden]: a token's row is on one rank, the others
+    add nothing.
+
+    source: int64 [local rows], the token each row belongs to, -1 for a dummy.
+    """
+
+    def __init__(
+        self, name: str, source: npt.NDArray[np.int64], hidden: int, group: Group, precision: Precision
+    ) -> None:
+        self.weight = Parameter([(f"{name}.weight", len(source))], (hidden,), precision.weights)
+        self.group, self.dtype, self.hidden = group, precision.activations, hidden
+        real = np.flatnonzero(source >= 0)
+        self._whole = group.size == 1 and bool((source == np.arange(len(source))).all())
+        row = np.full(int(source.max(initial=-1)) + 1, -1, dtype=np.int32)
+        row[source[real]] = real
+        self._row = torch.from_numpy(row).to(group.device)
+
+    def __call__(self, tokens: Tensor) -> Partial:
+        if len(self._row) == 0:
+            return Partial.nothing((len(tokens), self.hidden), self.dtype, self.group)
+        if self._whole:
+            return Partial(F.embedding(tokens, self.weight.data).to(self.dtype), self.group)
+        last = len(self._row) - 1
+        row = self._row[tokens.clamp(max=last)]
+        absent = (row < 0) | (tokens > last)
+        out = F.embedding(row.clamp_(min=0), self.weight.data).to(self.dtype)
+        return Partial(out.masked_fill_(absent[:, None], 0), self.group)
+
+
+class TiedWeight(LinearWeight):
+    """The embedding's own rows as the head's matrix."""
+
+    def __init__(self, table: Parameter, narrow: bool) -> None:
+        self.narrow = NarrowWeight(table) if narrow else None
+        self.table = table
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.table.data, bias) if self.narrow is None else self.narrow(x, bias)
+
+
+class ParallelLMHead(Module):
+    """hidden [tokens, hidden] -> logits [tokens, vocab] on every rank, in the order of the vocabulary.
+
+    Ranks may hold different numbers of rows, in any order, dummies among them; those never reach the result.
+    tied: the embedding whose rows are also the head's. Every rank constructs it at the same time: they tell
+    each other which rows they hold (one all-gather).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: npt.NDArray[np.int64],
+        hidden: int,
+        vocab: int,
+        form: WeightFormat,
+        group: Group,
+        precision: Precision,
+        tied: VocabParallelEmbedding | None = None,
+    ) -> None:
+        if tied is None:
+            self.weight = form.linear([Rows(name, len(source))], hidden)
+        else:
+            self.weight = TiedWeight(tied.weight, precision.weights != precision.activations)
+        self.group, self._rows, self._dtype = group, len(source), precision.activations
+        held = group.all_gather(torch.from_numpy(np.array(source)).to(group.device), 0).cpu().numpy()
+        self._columns = _columns(held, vocab, group)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        local = self._local(x) if self._rows else x.new_empty(len(x), 0)
+        logits = self.group.all_gather(local, -1)
+        return logits if self._columns is None else self._columns(logits)
+
+    def _local(self, x: Tensor) -> Tensor:
+        logits = self.weight(x)
+        narrow = self.weight.narrow if isinstance(self.weight, TiedWeight) else None
+        if narrow is not None and len(x) <= 3:
+            # The half-precision product rounds each logit to 8 bits, which makes ties of near neighbours.
+            for scores, row in zip(logits, x, strict=True):
+                best = scores.topk(min(_CONTENDERS, self._rows)).indices
+                scores.index_copy_(0, best, narrow.exact(row, best))
+        return logits
+
+
+def _columns(
+    held: npt.NDArray[np.int64], vocab: int, group: Group
+) -> Callable[[Tensor], Tensor] | None:
+    """How gathered logits come into the vocabulary's order; None where they are."""
+    real = np.flatnonzero((held >= 0) & (held < vocab))
+    counts = np.bincount(held[real], minlength=vocab)
+    wrong = np.flatnonzero(counts != 1)
+    if len(wrong):
+        raise OddrankError(
+            f"Token {int(wrong[0])} of {vocab} is on {int(counts[wrong[0]])} of {group.size} ranks' vocabulary "
+            f"rows ({len(wrong)} such tokens); each must be on exactly one. The plan is not sound."
+        )
+    order = np.empty(vocab, dtype=np.int64)
+    order[held[real]] = real
+    if bool((order == np.arange(vocab)).all()):
+        return None if len(held) == vocab else lambda logits: logits[:, :vocab]
+    index = torch.from_numpy(order).to(group.device)
+    return lambda logits: logits.index_select(-1, index)

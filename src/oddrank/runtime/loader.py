@@ -1,0 +1,114 @@
+"""From a rank's slice of the mapped files into its parameters.
+
+Every parameter is filled exactly once and every stored tensor of the slice is used; anything else is an error.
+Parameters are allocated one at a time and their values copied straight from the mapping, in the order in which
+the slice names them, so that a rank holds its slice and one matrix in the making.
+"""
+
+import ctypes
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from oddrank.checkpoint.dtypes import STORAGE
+from oddrank.errors import OddrankError
+from oddrank.runtime.layers.module import Module, Parameter, Part
+from oddrank.runtime.models.build import Slice
+from oddrank.runtime.precision import TORCH
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the torch dtype through which its bits reach numpy."""
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """stored_bytes: the slice as stored. kept_bytes: what the parameters hold."""
+
+    stored_bytes: int
+    kept_bytes: int
+
+
+def load(model: Module, part: Slice, release: Callable[[str], object] | None = None) -> Loaded:
+    """Fill every parameter of `model` from `part`.
+
+    release: called with each stored tensor's name once it was read (drops its mapped pages).
+    OddrankError where a tensor has no parameter, a parameter no tensor, or their shapes differ.
+    """
+    places = _places(model)
+    waiting = {id(p): len(p.parts) for p in model.parameters()}
+    tensors: dict[int, Tensor] = {}
+    stored = 0
+    for name in part.names():
+        place = places.pop(name, None)
+        if place is None:
+            raise OddrankError(
+                f"The slice of rank's weights has {name}, for which the model has no parameter. The plan's family "
+                "and the runtime's model disagree about what the checkpoint holds."
+            )
+        parameter, rows = place
+        _check_shape(name, part.shape(name), parameter, rows)
+        key = id(parameter)
+        if key not in tensors:
+            tensors[key] = torch.empty(parameter.shape, dtype=parameter.dtype)
+        stored += _fill(tensors[key][rows.start : rows.stop], part, name)
+        if release is not None:
+            release(name)
+        waiting[key] -= 1
+        if waiting[key] == 0:
+            parameter.finish(tensors.pop(key))
+    if places:
+        some = ", ".join(sorted(places)[:3])
+        raise OddrankError(
+            f"{len(places)} tensors that the model needs are not in the slice: {some}"
+            f"{', ...' if len(places) > 3 else ''}."
+        )
+    _return_freed_memory()
+    return Loaded(stored, model.nbytes())
+
+
+def _places(model: Module) -> dict[str, tuple[Parameter, Part]]:
+    places: dict[str, tuple[Parameter, Part]] = {}
+    for parameter in model.parameters():
+        for rows in parameter.parts:
+            if rows.name in places:
+                raise OddrankError(f"Two parameters of the model are made from {rows.name}.")
+            places[rows.name] = parameter, rows
+    return places
+
+
+def _check_shape(name: str, shape: tuple[int, ...], parameter: Parameter, rows: Part) -> None:
+    wanted = (rows.stop - rows.start, *parameter.shape[1:])
+    if tuple(shape) != wanted:
+        raise OddrankError(
+            f"{name}: the plan gives this rank {list(shape)} and the model has room for {list(wanted)}."
+        )
+
+
+def _fill(target: Tensor, part: Slice, name: str) -> int:
+    """Copy a stored tensor into `target`, converting where it is kept in another type. Returns bytes stored."""
+    stored = part.dtype(name)
+    dtype = TORCH.get(stored)
+    if dtype is None:
+        raise OddrankError(f"{name} is stored as {stored}; a dense weight is one of {', '.join(TORCH)}.")
+    if dtype == target.dtype:
+        part.read_into(name, _bits(target, stored))
+    else:
+        staged = torch.empty(target.shape, dtype=dtype)
+        part.read_into(name, _bits(staged, stored))
+        target.copy_(staged)
+    return target.numel() * dtype.itemsize
+
+
+def _bits(tensor: Tensor, stored: str) -> "np.ndarray[tuple[int, ...], np.dtype[np.unsignedinteger]]":
+    """A numpy view of the tensor's storage, as the unsigned integers that the checkpoint moves."""
+    return tensor.view(_CARRIERS[tensor.element_size()]).numpy().view(STORAGE[stored])
+
+
+def _return_freed_memory() -> None:
+    """Give what loading allocated and freed back to the system (glibc keeps it for itself otherwise)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return

@@ -1,0 +1,100 @@
+"""What the runtime reads of config.json: everything that no tensor's shape and no plan says."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from oddrank.checkpoint.config import ConfigView
+from oddrank.errors import OddrankError
+
+_SCALINGS_WITH_ORIGIN = ("llama3", "yarn")
+
+
+class Defaults(msgspec.Struct, frozen=True):
+    """What a family means by keys that config.json does not have.
+
+    sliding: how a family says that layers see a window: "no" (it has none), "all" (`sliding_window` is every
+    layer's), "some" (with `use_sliding_window`: the layers of `layer_types`, or those from
+    `max_window_layers` on).
+    """
+
+    max_positions: int
+    head_dim: int | None = None
+    sliding: str = "no"
+    window: int = 4096
+    first_window_layer: int = 28
+
+
+class ModelConfig(msgspec.Struct, frozen=True):
+    """Of a decoder. Head, channel and row counts are not here: those are the rank slice's.
+
+    windows: per layer, how many tokens back attention sees (itself included); None for all.
+    rope: rope_parameters with rope_type and rope_theta filled in.
+    """
+
+    hidden: int
+    layers: int
+    head_dim: int
+    vocab: int
+    eps: float
+    activation: str
+    rope: dict[str, Any]
+    max_positions: int
+    tied: bool
+    attention_bias: bool
+    mlp_bias: bool
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], defaults: Defaults) -> "ModelConfig":
+        """From config.json's content. OddrankError for a key that is needed and absent, or makes no sense."""
+        view = ConfigView(raw)
+        layers = view.require_int("num_hidden_layers")
+        max_positions = view.get_int("max_position_embeddings", defaults.max_positions)
+        return cls(
+            hidden=view.require_int("hidden_size"),
+            layers=layers,
+            head_dim=view.head_dim(defaults.head_dim),
+            vocab=view.require_int("vocab_size"),
+            eps=view.get_float("rms_norm_eps", 1e-6),
+            activation=view.get_str("hidden_act", "silu"),
+            rope=_rope(view, max_positions),
+            max_positions=max_positions,
+            tied=view.tie_word_embeddings(),
+            attention_bias=view.get_bool("attention_bias", False),
+            mlp_bias=view.get_bool("mlp_bias", False),
+            windows=_windows(view, defaults, layers),
+        )
+
+
+def _rope(view: ConfigView, max_positions: int) -> dict[str, Any]:
+    rope = view.rope()
+    if rope.partial not in (None, 1.0):
+        raise OddrankError(
+            f"config.json rotates {rope.partial} of each head, and this family's model rotates all of it."
+        )
+    values = {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.extra}
+    if rope.kind in _SCALINGS_WITH_ORIGIN:
+        origin = view.get_int("original_max_position_embeddings", 0, low=0)
+        values["original_max_position_embeddings"] = (
+            origin or values.get("original_max_position_embeddings") or max_positions
+        )
+    return values
+
+
+def _windows(view: ConfigView, defaults: Defaults, layers: int) -> tuple[int | None, ...]:
+    if defaults.sliding == "no":
+        return (None,) * layers
+    # An absent key means the default, null means none.
+    absent = "sliding_window" not in view.data
+    window = defaults.window if absent else view.get_int("sliding_window", 0) or None
+    if defaults.sliding == "all":
+        return (window,) * layers
+    if not view.get_bool("use_sliding_window", False):
+        return (None,) * layers
+    kinds = view.get_list("layer_types")
+    if kinds:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = view.get_int("max_window_layers", defaults.first_window_layer, low=0)
+    return tuple(window if i >= first else None for i in range(layers))

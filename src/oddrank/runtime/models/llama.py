@@ -1,0 +1,158 @@
+"""Llama (Touvron et al., 2023, arXiv 2302.13971), and the blocks that its relatives are made of.
+
+Every half of a block ends in one `Partial` and one reduce.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+from torch import Tensor
+
+from oddrank.errors import OddrankError
+from oddrank.runtime.cache import KVCache
+from oddrank.runtime.layers.attention import Attention, HeadMap
+from oddrank.runtime.layers.kernels import Rows
+from oddrank.runtime.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from oddrank.runtime.layers.module import Module
+from oddrank.runtime.layers.norm import RMSNorm
+from oddrank.runtime.layers.rotary import Rotary, RotaryEmbedding
+from oddrank.runtime.layers.vocab import ParallelLMHead, VocabParallelEmbedding
+from oddrank.runtime.models.build import Build
+from oddrank.runtime.models.config import Defaults
+from oddrank.runtime.parallel.partial import Partial
+from oddrank.runtime.step import Step
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class SelfAttention(Module):
+    """Grouped-query attention; biases and per-head norms where a family has them."""
+
+    def __init__(self, b: Build, layer: int, *, qkv_bias: bool, o_bias: bool, qk_norm: bool = False) -> None:
+        c, dtype, at = b.config, b.precision.activations, f"{b.prefix}layers.{layer}.self_attn"
+        self.q_heads, self.kv_heads, self.dim = b.slice.count("q_heads"), b.slice.count("kv_heads"), c.head_dim
+        q, kv = self.q_heads * c.head_dim, self.kv_heads * c.head_dim
+        parts = [Rows(f"{at}.q_proj", q), Rows(f"{at}.k_proj", kv), Rows(f"{at}.v_proj", kv)]
+        self.qkv_proj = MergedColumnParallelLinear(
+            b.format(f"{at}.q_proj"), parts, c.hidden, bias=qkv_bias, dtype=dtype
+        )
+        self.o_proj = RowParallelLinear(
+            b.format(f"{at}.o_proj"), f"{at}.o_proj", c.hidden, q, b.group,
+            bias_owner=b.owns(f"{at}.o_proj.bias", o_bias), dtype=dtype,
+        )  # fmt: skip
+        self.q_norm = RMSNorm(f"{at}.q_norm", c.head_dim, c.eps, dtype) if qk_norm else None
+        self.k_norm = RMSNorm(f"{at}.k_norm", c.head_dim, c.eps, dtype) if qk_norm else None
+        heads = HeadMap(b.slice.partner("q_heads"), self.kv_heads, b.group.device)
+        self.attention = Attention(heads, layer, c.head_dim**-0.5, c.windows[layer])
+
+    def __call__(self, x: Tensor, rotary: Rotary, step: Step, cache: KVCache) -> Partial:
+        heads = self.qkv_proj(x).view(len(x), self.q_heads + 2 * self.kv_heads, self.dim)
+        qk = heads[:, : self.q_heads + self.kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk[:, : self.q_heads] = self.q_norm(qk[:, : self.q_heads])
+            qk[:, self.q_heads :] = self.k_norm(qk[:, self.q_heads :])
+        rotary.apply_(qk)
+        kv = heads[:, self.q_heads :].view(len(x), 2, self.kv_heads, self.dim)
+        seen = self.attention(heads[:, : self.q_heads], kv, step, cache)
+        return self.o_proj(seen.reshape(len(x), -1))
+
+
+class GatedMLP(Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, b: Build, at: str, *, bias: bool) -> None:
+        c, dtype, width = b.config, b.precision.activations, b.slice.count("mlp")
+        parts = [Rows(f"{at}.gate_proj", width), Rows(f"{at}.up_proj", width)]
+        self.gate_up_proj = MergedColumnParallelLinear(
+            b.format(f"{at}.gate_proj"), parts, c.hidden, bias=bias, dtype=dtype
+        )
+        self.down_proj = RowParallelLinear(
+            b.format(f"{at}.down_proj"), f"{at}.down_proj", c.hidden, width, b.group,
+            bias_owner=b.owns(f"{at}.down_proj.bias", bias), dtype=dtype,
+        )  # fmt: skip
+        if c.activation not in ACTIVATIONS:
+            raise OddrankError(
+                f'config.json has hidden_act "{c.activation}", which the runtime does not compute. '
+                f"Known: {', '.join(ACTIVATIONS)}."
+            )
+        self.act = ACTIVATIONS[c.activation]
+
+    def __call__(self, x: Tensor) -> Partial:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(self.act(gate).mul_(up))
+
+
+class Block(Module):
+    def __init__(self, b: Build, layer: int, attention: SelfAttention, mlp: GatedMLP) -> None:
+        at, dtype = f"{b.prefix}layers.{layer}", b.precision.activations
+        self.input_layernorm = RMSNorm(f"{at}.input_layernorm", b.config.hidden, b.config.eps, dtype)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(
+            f"{at}.post_attention_layernorm", b.config.hidden, b.config.eps, dtype
+        )
+        self.mlp = mlp
+
+    def __call__(self, h: Tensor, rotary: Rotary, step: Step, cache: KVCache) -> Tensor:
+        h += self.self_attn(self.input_layernorm(h), rotary, step, cache).reduce()
+        h += self.mlp(self.post_attention_layernorm(h)).reduce()
+        return h
+
+
+class Llama(Module):
+    """A decoder: embedding, blocks, norm, head. A family that differs overrides `attention` or `mlp`."""
+
+    DEFAULTS: ClassVar[Defaults] = Defaults(max_positions=2048)
+
+    def __init__(self, b: Build) -> None:
+        c = b.config
+        self.config, self.group, self.precision = c, b.group, b.precision
+        self.kv_heads = b.slice.count("kv_heads")
+        self.embed_tokens = VocabParallelEmbedding(
+            f"{b.prefix}embed_tokens", b.slice.source("vocab"), c.hidden, b.group, b.precision
+        )
+        self.layers = [Block(b, i, self.attention(b, i), self.mlp(b, i)) for i in range(c.layers)]
+        self.norm = RMSNorm(f"{b.prefix}norm", c.hidden, c.eps, b.precision.activations)
+        self.lm_head = ParallelLMHead(
+            "lm_head", b.slice.source("vocab"), c.hidden, c.vocab, b.format("lm_head"), b.group, b.precision,
+            tied=self.embed_tokens if c.tied else None,
+        )  # fmt: skip
+        self.rotary = RotaryEmbedding(c.rope, c.head_dim, c.max_positions, b.precision.activations)
+
+    def attention(self, b: Build, layer: int) -> SelfAttention:
+        return SelfAttention(b, layer, qkv_bias=b.config.attention_bias, o_bias=b.config.attention_bias)
+
+    def mlp(self, b: Build, layer: int) -> GatedMLP:
+        return GatedMLP(b, f"{b.prefix}layers.{layer}.mlp", bias=b.config.mlp_bias)
+
+    def new_cache(self, slots: int) -> KVCache:
+        """An empty cache for `slots` sequences at a time."""
+        c = self.config
+        return KVCache(c.layers, slots, self.kv_heads, c.head_dim, self.precision.cache, self.group.device)
+
+    def __call__(self, step: Step, cache: KVCache) -> Tensor:
+        """The step's tokens through every block, and into the cache: hidden states [tokens, hidden], normed."""
+        cache.reserve(step.longest)
+        rotary = self.rotary(step.positions, step.sequences)
+        h = self.embed_tokens(step.tokens).reduce()
+        for layer in self.layers:
+            h = layer(h, rotary, step, cache)
+        return self.norm(h)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, vocab], the same on every rank."""
+        return self.lm_head(hidden)
+
+
+@torch.inference_mode()
+def full_logits(model: Llama, tokens: list[int]) -> Tensor:
+    """Logits at every position of one sequence, [tokens, vocab], in one step."""
+    cache = model.new_cache(1)
+    return model.logits(model(Step.of([(0, tokens, 0)], model.group.device), cache))
