@@ -3,15 +3,12 @@
 The memory has no name: the first rank makes it with memfd_create and the others open it through that rank's
 /proc entry, so whatever kills the ranks, nothing stays behind, and the size of /dev/shm does not matter.
 
-Layout, for N ranks: N lines of 128 bytes (`_SEQUENCE` and the other words below), N bytes that say which rank
-each rank sleeps for, and two buffers of N slots. In step k every rank copies its data into its slot of buffer
-k % 2, publishes k as its sequence number, waits until every other rank has published k, and reads the slots.
-One such meeting a step is enough: a rank that fills buffer k % 2 again has seen everybody publish k + 1, and
-whoever published k + 1 has read buffer k % 2.
+The memory is the ranks' common steps (steps.py) and two buffers of N slots. In step k every rank copies its data
+into its slot of buffer k % 2, meets the others, and reads the slots. One meeting a step is enough: a rank that
+fills buffer k % 2 again has met everybody in step k + 1, and whoever came to step k + 1 has read buffer k % 2.
 
-Memory order: data is stored before the sequence number that announces it and loaded after it. x86-64 keeps
-stores in order and loads in order, so plain stores from an interpreter will do there. On machines with a
-weaker order they will not; `supported()` says no and ranks reduce through gloo.
+Plain stores and loads from an interpreter are ordered well enough for this on x86-64 only. On other machines
+`supported()` says no and ranks reduce through gloo.
 """
 
 import ctypes
@@ -20,26 +17,19 @@ import os
 import pickle
 import platform
 import sys
-import threading
-import time
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from oddrank.errors import OddrankError
-from oddrank.runtime.parallel import futex
-from oddrank.runtime.parallel.group import Group, PeerLostError, sum_in_rank_order
-from oddrank.runtime.parallel.peers import Peer
+from oddrank.runtime.parallel import steps
+from oddrank.runtime.parallel.group import Group, sum_in_rank_order
 
-_LINE = 16  # words of 8 bytes: two cache lines, which x86 fetches together
-_SEQUENCE, _SIGNATURE, _LEFT = 0, 1, 3  # words of a line; there is a signature for either buffer
 _HEADER = 128  # bytes before a slot's data: the number of dimensions and their sizes
 _MOST_DIMENSIONS = _HEADER // 8 - 1
 SLOT = 256 * 1024  # bytes of data a slot takes; longer tensors go in several steps
-_SPIN = 100_000  # ns to look again before going to sleep, where every rank has a core
-_LOOK_AROUND = 0.05  # s of sleep after which a rank checks that the one it waits for is alive
 _MOST_ENTRIES = 512  # shapes whose views are kept
 
 _OPS = ("", "barrier", "broadcast", "all_gather", "all_reduce")
@@ -65,7 +55,7 @@ def supported() -> bool:
 
 def bytes_needed(size: int, slot: int = SLOT) -> int:
     """Bytes of shared memory that `size` ranks need."""
-    return _slots_at(size) + 2 * size * (_HEADER + slot)
+    return steps.bytes_needed(size) + 2 * size * (_HEADER + slot)
 
 
 def create(size: int, slot: int = SLOT) -> int:
@@ -73,11 +63,6 @@ def create(size: int, slot: int = SLOT) -> int:
     fd = os.memfd_create("oddrank", os.MFD_CLOEXEC)
     os.ftruncate(fd, bytes_needed(size, slot))
     return fd
-
-
-def _slots_at(size: int) -> int:
-    end = size * _LINE * 8 + size
-    return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class _Entry(NamedTuple):
@@ -107,21 +92,13 @@ class SharedMemoryGroup(Group):
         with torch.inference_mode(False):
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._address = self._bytes.data_ptr()
-        self._line = rank * _LINE
-        self._sleepers = size * _LINE * 8
-        self._me = rank % 255 + 1
-        self._others = [(other, other * _LINE) for other in range(size) if other != rank]
-        self._peers = {other: Peer(pids[other]) for other, _ in self._others}
-        self._nap = futex.timespec(_LOOK_AROUND)
-        self._fence = threading.Lock()
-        self._step = 0
-        self._closed = False
-        first = _slots_at(size)
+        self._steps = steps.Steps(rank, pids, self._map, self._address, spin, _words_of)
+        first = steps.bytes_needed(size)
         stride = _HEADER + slot
         self._data = tuple([first + (b * size + r) * stride + _HEADER for r in range(size)] for b in (0, 1))
         self._mine = tuple(self._address + self._data[b][rank] for b in (0, 1))
         self._entries: dict[tuple[torch.Size, torch.dtype], _Entry] = {}
-        self._meet(_BARRIER)
+        self._steps.meet(_BARRIER)
 
     # What the ranks do together -----------------------------------------------------------------------------
 
@@ -145,13 +122,13 @@ class SharedMemoryGroup(Group):
         data = pickle.dumps(value) if source == self.rank else b""
         received = bytearray()
         while True:
-            buffer = (self._step + 1) & 1
+            buffer = (self._steps.step + 1) & 1
             at = self._data[buffer][source]
             if source == self.rank:
                 chunk = data[len(received) : len(received) + self._slot]
                 self._words[(at - _HEADER) // 8] = len(data)
                 self._map[at : at + len(chunk)] = chunk
-            self._meet(_BROADCAST | source << 4)
+            self._steps.meet(_BROADCAST | source << 4)
             total = self._words[(at - _HEADER) // 8]
             received += self._map[at : at + min(self._slot, total - len(received))]
             if len(received) == total:
@@ -159,16 +136,10 @@ class SharedMemoryGroup(Group):
 
     def barrier(self) -> None:
         self.counts.barrier += 1
-        self._meet(_BARRIER)
+        self._steps.meet(_BARRIER)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._words[self._line + _LEFT] = 1
-        futex.wake(self._address + self._line * 8)
-        for peer in self._peers.values():
-            peer.close()
+        self._steps.close()
 
     # How ----------------------------------------------------------------------------------------------------
 
@@ -176,55 +147,13 @@ class SharedMemoryGroup(Group):
         entry = self._entries.get((tensor.shape, tensor.dtype)) or self._prepare(tensor)
         if entry.nbytes > self._slot or not tensor.is_contiguous() or not tensor.is_cpu:
             return self._reduce_in_steps(tensor)
-        step = self._step + 1
+        step = self._steps.step + 1
         ctypes.memmove(self._mine[step & 1], tensor.data_ptr(), entry.nbytes)
-        self._meet(entry.signature)
+        self._steps.meet(entry.signature)
         views = entry.views[step & 1]
         if self.size == 2:
             return tensor.add_(views[1 - self.rank])
         return sum_in_rank_order(views, tensor)
-
-    def _meet(self, signature: int) -> None:
-        """Publish the next step, with everything stored before it, and wait until the others have too."""
-        words, line = self._words, self._line
-        step = self._step = self._step + 1
-        buffer = step & 1
-        words[line + _SIGNATURE + buffer] = signature
-        words[line + _SEQUENCE] = step
-        # A rank marks itself asleep, then looks at the sequence number once more. Here the number is stored,
-        # then the marks are read, and to keep that order takes a full barrier, which taking a lock is.
-        with self._fence:
-            pass
-        if self._me in self._map[self._sleepers : self._sleepers + self.size]:
-            futex.wake(self._address + line * 8)
-        for other, at in self._others:
-            if words[at] < step:
-                self._wait(other, at, step)
-            if words[at + _SIGNATURE + buffer] != signature:
-                self._raise_disagreement(other, words[at + _SIGNATURE + buffer], signature)
-
-    def _wait(self, other: int, at: int, step: int) -> None:
-        words = self._words
-        if self._closed:
-            raise OddrankError(f"Rank {self.rank} has left the group and called another collective.")
-        if self.spin:
-            end = time.perf_counter_ns() + _SPIN
-            while True:
-                for _ in range(32):
-                    if words[at] >= step:
-                        return
-                if time.perf_counter_ns() > end:
-                    break
-        mark = self._sleepers + self.rank
-        word = self._address + at * 8
-        self._map[mark] = other % 255 + 1
-        while (seen := words[at]) < step:
-            # The low half of the sequence number, little-endian, is the word slept on.
-            woken = futex.wait(word, seen & 0xFFFFFFFF, self._nap)
-            gone = words[at + _LEFT] or not (woken or self._peers[other].alive())
-            if gone and words[at] < step:  # it may have published this step and left since
-                self._raise_lost(other, step)
-        self._map[mark] = 0
 
     def _prepare(self, tensor: Tensor) -> _Entry:
         code = self._dtype_code(tensor)
@@ -263,7 +192,7 @@ class SharedMemoryGroup(Group):
         parts: list[Tensor] = []
         lengths: list[int] = []
         while True:
-            buffer = (self._step + 1) & 1
+            buffer = (self._steps.step + 1) & 1
             header = (self._data[buffer][self.rank] - _HEADER) // 8
             words[header] = tensor.dim()
             for axis, length in enumerate(tensor.shape):
@@ -271,7 +200,7 @@ class SharedMemoryGroup(Group):
             if mine > done:
                 source = tensor.data_ptr() + done
                 ctypes.memmove(self._mine[buffer], source, min(self._slot, mine - done))
-            self._meet(signature)
+            self._steps.meet(signature)
             if not lengths:
                 shapes = [self._shape(at) for at in self._data[buffer]]
                 lengths = [prod(shape) * itemsize for shape in shapes]
@@ -299,20 +228,6 @@ class SharedMemoryGroup(Group):
         if tensor.dtype not in _DTYPES:
             raise OddrankError(f"Shared memory does not take {tensor.dtype}, only {', '.join(map(str, _DTYPES))}.")
         return _DTYPES.index(tensor.dtype)
-
-    def _raise_lost(self, other: int, step: int) -> NoReturn:
-        pid = self._peers[other].pid
-        how = "has left the group" if self._words[other * _LINE + _LEFT] else "has died"
-        raise PeerLostError(
-            f"Rank {other} of {self.size} (pid {pid}) {how}; rank {self.rank} waits for it in step {step}."
-        )
-
-    def _raise_disagreement(self, other: int, theirs: int, mine: int) -> NoReturn:
-        self.close()
-        raise OddrankError(
-            f"Ranks called different collectives: rank {self.rank} {_words_of(mine)}, rank {other} "
-            f"{_words_of(theirs)}. Every rank must call the same ones in the same order, with equal shapes."
-        )
 
 
 def _words_of(signature: int) -> str:
