@@ -101,14 +101,14 @@ class Groups(msgspec.Struct, frozen=True, tag="groups"):
         offset = 0
         for ratio, part in zip(ratios, self.parts, strict=True):
             source = slots.source[part.axis]
-            if leaders and len(source) % leaders:
+            if len(source) and (not leaders or len(source) % leaders):
                 raise ValueError(f"{len(source)} {part.axis} slots do not group by {leaders} {self.by} slots")
             # element h of the follower lies in group h // ratio, at place h % ratio inside its section
             group, place = np.divmod(source, ratio)
             start = np.where(source < 0, np.int64(-1), group * stride + offset + place * part.width)
             at = start[:, None] + np.arange(part.width, dtype=np.int64)[None, :]
             at = np.where(start[:, None] < 0, np.int64(-1), at)
-            columns.append(at.reshape(leaders, -1))
+            columns.append(at.reshape(leaders, len(source) // max(1, leaders) * part.width))
             offset += ratio * part.width
         return np.concatenate(columns, axis=1).reshape(-1)
 
