@@ -1,0 +1,1 @@
+"""Verification: the same answer as TP=1, by logits against transformers."""
