@@ -56,7 +56,7 @@ def study(checkpoint: Checkpoint) -> Subject:
         name=checkpoint.path.name,
         config_digest=config_digest(checkpoint.config),
         model=model,
-        census=take_census(model, checkpoint.tensors),
+        census=take_census(model, checkpoint.tensors, checkpoint.config.get("quantization_config")),
         kv_itemsize=KV_ITEMSIZE.get(view.dtype() or "bfloat16", 2),
     )
 

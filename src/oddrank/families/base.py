@@ -31,6 +31,7 @@ class Family(msgspec.Struct, frozen=True):
     model_types: values of `model_type` in config.json.
     prefixes: where the decoder may sit in tensor names, most usual first ("model.").
     build: (config view, prefix) -> Model; raises OddrankError for a config that makes no sense.
+    marker: a config key that makes a config this family's, whatever its model_type.
     respell: (changed text config, reader) -> the same model in a form that `reader` ("transformers" or "vllm")
         loads and computes correctly, where its own class for this family does not. Raises OddrankError if none.
     """
@@ -39,6 +40,7 @@ class Family(msgspec.Struct, frozen=True):
     model_types: tuple[str, ...]
     build: Callable[[ConfigView, str], Model]
     prefixes: tuple[str, ...] = ("model.", "")
+    marker: str | None = None
     respell: Callable[[Config, str], Config] = _same
 
 
@@ -58,6 +60,9 @@ def families() -> dict[str, Family]:
 
 def family_of(config: ConfigView) -> Family:
     """The family that knows this config's `model_type`. Raises OddrankError naming the known ones."""
+    for family in families().values():
+        if family.marker is not None and family.marker in config:
+            return family
     model_type = config.get_str("model_type", "")
     for family in families().values():
         if model_type in family.model_types:

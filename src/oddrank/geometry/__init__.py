@@ -2,11 +2,10 @@
 
 from oddrank.geometry.axis import Axis, Pair
 from oddrank.geometry.dims import Along, Concat, Dim, Groups, Slots, Whole
-from oddrank.geometry.model import AllOrNone, Crosstalk, KVCache, Model
+from oddrank.geometry.model import Crosstalk, KVCache, Model, State
 from oddrank.geometry.role import Combine, Role
 
 __all__ = [
-    "AllOrNone",
     "Along",
     "Axis",
     "Combine",
@@ -19,5 +18,6 @@ __all__ = [
     "Pair",
     "Role",
     "Slots",
+    "State",
     "Whole",
 ]

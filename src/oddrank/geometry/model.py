@@ -27,11 +27,13 @@ class Crosstalk(msgspec.Struct, frozen=True):
     where: str
 
 
-class AllOrNone(msgspec.Struct, frozen=True):
-    """Roles (by name prefix) that a checkpoint has completely or not at all, e.g. MTP layers, vision towers."""
+class State(msgspec.Struct, frozen=True):
+    """A per-request state: `layers` layers, each `nbytes` bytes per element of `axis` (GDN's fp32 matrix of
+    key width x value width per value head; its convolution's last inputs)."""
 
-    name: str
-    prefix: str
+    axis: str
+    layers: int
+    nbytes: int
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -56,7 +58,7 @@ class Model(msgspec.Struct, frozen=True):
     config_fixed: tuple[tuple[str, int], ...] = ()
     config_path: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    all_or_none: tuple[AllOrNone, ...] = ()
+    states: tuple[State, ...] = ()
     crosstalk: tuple[Crosstalk, ...] = ()
 
     def axis(self, name: str) -> Axis:

@@ -28,6 +28,8 @@ class Role(msgspec.Struct, frozen=True):
         top_k / experts for a routed expert.
     joins: for a replicated term that is added to a row-parallel sum: the pattern of that sum's role. Exactly
         one rank, its owner, adds it.
+    group: roles of an optional part (MTP layers, vision tower) that a checkpoint has completely or not at all.
+    either: (choice, option): stored this way or another (stacked or separate experts), not both.
     tied_to: this tensor has no storage of its own; it is the tensor of that other role. A stored copy is an alias.
     """
 
@@ -39,6 +41,8 @@ class Role(msgspec.Struct, frozen=True):
     work: float = 0.0
     joins: str | None = None
     tied_to: str | None = None
+    group: str | None = None
+    either: tuple[str, str] | None = None
 
     def instances(self) -> Iterator[str]:
         """Every dense tensor name this role stands for."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from oddrank.formats import Format, format_named, formats
+from oddrank.formats import Format, formats
 from oddrank.formats.base import Stored, stem
 from oddrank.geometry import Model, Role
 from oddrank.layout.index import entries
@@ -30,13 +31,13 @@ class TensorLike(Protocol):
 class Use(msgspec.Struct, frozen=True):
     """Instances of one role that are stored alike.
 
-    role: position in `Model.roles`. format: registry name. dtypes: one per stored tensor of the format.
-    instances: positions among `Role.instances()`, None = all of them. count: how many.
+    role: position in `Model.roles`. dtypes: one per stored tensor of the format, None where an optional one is
+    absent. instances: positions among `Role.instances()`, None = all of them. count: how many.
     """
 
     role: int
-    format: str
-    dtypes: tuple[str, ...]
+    format: Format
+    dtypes: tuple[str | None, ...]
     count: int
     instances: tuple[int, ...] | None = None
 
@@ -44,9 +45,9 @@ class Use(msgspec.Struct, frozen=True):
 class Census(msgspec.Struct, frozen=True):
     """What a checkpoint holds.
 
-    total: stored tensors. stock_bytes: bytes of those with a role. ignored, aliased: names without a role that
-    the family accounts for. unmatched: names nothing accounts for. problems: one sentence each, naming the
-    tensor and the numbers.
+    total: stored tensors. ignored, aliased: names without a role that the family accounts for. unmatched: names
+    nothing accounts for. absent: optional groups of roles it has nothing of (MTP, vision). problems: one sentence
+    each, naming the tensor and the numbers.
     """
 
     uses: tuple[Use, ...]
@@ -54,99 +55,206 @@ class Census(msgspec.Struct, frozen=True):
     ignored: tuple[str, ...]
     aliased: tuple[str, ...]
     unmatched: tuple[str, ...]
+    absent: tuple[str, ...]
     problems: tuple[str, ...]
 
 
-def stored_tensors(role: Role, fmt: Format) -> Iterator[tuple[str, Stored]]:
-    """(suffix to put on an instance's stem, stored tensor) for each stored tensor of the role in this format."""
+class Part(NamedTuple):
+    """One stored tensor of a use. axes: which dims of the role its dimensions are, in order (empty: one entry)."""
+
+    suffix: str
+    stored: Stored
+    dims: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+def parts(role: Role, fmt: Format) -> tuple[Part, ...]:
+    """The stored tensors of a role in a format: suffix on the instance's stem, which dims, which footprints.
+
+    A dimension that a scale keeps as one entry ([N, 1], [1]) has block 0.
+    """
+    found = []
+    last = len(role.dims) - 1
     for stored in fmt.stored:
-        if role.name.endswith(".weight"):
-            yield stored.suffix, stored
-        else:
-            yield stored.suffix.removeprefix(".weight"), stored
+        suffix = stored.suffix
+        if not role.name.endswith(".weight"):
+            suffix = suffix.removeprefix(".weight")
+        if not role.matrix:
+            found.append(Part(suffix, stored, tuple(range(last + 1)), (1,) * (last + 1)))
+            continue
+        leading = tuple(range(last - 1))
+        ones = (1,) * len(leading)
+        kept = {"nk": (last - 1, last), "n": (last - 1,), "one": (last,), "scalar": ()}[stored.shape]
+        blocks = {last - 1: stored.block[0], last: stored.block[1]}
+        found.append(Part(suffix, stored, (*leading, *kept), (*ones, *(blocks[d] for d in kept))))
+    return tuple(found)
 
 
-def blocks(role: Role, stored: Stored) -> tuple[int, ...]:
-    """Footprint of a stored entry along each dim of the role: leading dims 1, then N and K."""
-    if not role.matrix:
-        return (1,) * len(role.dims)
-    return (1,) * (len(role.dims) - 2) + stored.block
+def stored_shape(logical: tuple[int, ...], part: Part) -> tuple[int, ...]:
+    """Shape of a stored tensor whose logical tensor has shape `logical`."""
+    return tuple(entries(logical[d], b) for d, b in zip(part.dims, part.blocks, strict=True))
 
 
-def stored_shape(logical: tuple[int, ...], footprint: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(entries(n, b) for n, b in zip(logical, footprint, strict=True))
+class _Form(NamedTuple):
+    """A format with the stored shapes it implies for one role."""
+
+    format: Format
+    parts: tuple[Part, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def match(self, base: str, tensors: Mapping[str, TensorLike]) -> tuple[str | None, ...] | None:
+        """dtypes of the stored tensors if the instance `base` is stored so, else None."""
+        dtypes: list[str | None] = []
+        for part, shape in zip(self.parts, self.shapes, strict=True):
+            tensor = tensors.get(base + part.suffix)
+            if tensor is None:
+                if not part.stored.optional:
+                    return None
+                dtypes.append(None)
+            elif tensor.dtype in part.stored.dtypes and tuple(tensor.shape) == shape:
+                dtypes.append(tensor.dtype)
+            else:
+                return None
+        return tuple(dtypes)
 
 
-def take_census(model: Model, tensors: Mapping[str, TensorLike]) -> Census:
-    """Match every stored tensor with its role and format, by name, dtype and shape."""
+def take_census(
+    model: Model, tensors: Mapping[str, TensorLike], quantization: dict[str, Any] | None = None
+) -> Census:
+    """Match every stored tensor with its role and format, by name, dtype and shape.
+
+    quantization: the checkpoint's quantization_config, which only gives formats their parameters (block sizes).
+    """
     stock = model.stock()
-    vectors = [f for f in formats().values() if f.for_vectors]
-    matrices = list(formats().values())
+    every = list(formats(quantization).values())
+    absent, unused = _absent(model, tensors)
     seen: set[str] = set()
     aliased: list[str] = []
     problems: list[str] = []
     uses: list[Use] = []
     for position, role in enumerate(model.roles):
-        logical = tuple(d.size(stock) for d in role.dims)
-        if role.tied_to is not None:
-            for name in role.instances():
-                if name in tensors:
-                    seen.add(name)
-                    aliased.append(name)
+        if role.group in absent or role.either in unused:
             continue
-        candidates = [
-            (fmt, [(s, st, stored_shape(logical, blocks(role, st))) for s, st in stored_tensors(role, fmt)])
-            for fmt in (matrices if role.matrix else vectors)
-        ]
-        groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+        if role.tied_to is not None:
+            there = [s for name in role.instances() for s in _stored_under(stem(name), tensors)]
+            seen.update(there)
+            aliased += there
+            continue
+        logical = tuple(d.size(stock) for d in role.dims)
+        forms = []
+        for fmt in every if role.matrix else (f for f in every if f.for_vectors):
+            made = parts(role, fmt)
+            forms.append(_Form(fmt, made, tuple(stored_shape(logical, p) for p in made)))
+        groups: dict[tuple[int, tuple[str | None, ...]], list[int]] = {}
         for number, name in enumerate(role.instances()):
             base = stem(name)
-            for fmt, parts in candidates:
-                found = [tensors.get(base + suffix) for suffix, _, _ in parts]
-                if all(
-                    t is not None and t.dtype in st.dtypes and tuple(t.shape) == shape
-                    for t, (_, st, shape) in zip(found, parts, strict=True)
-                ):
-                    seen.update(base + suffix for suffix, _, _ in parts)
-                    key = (fmt.name, tuple(t.dtype for t in found if t is not None))
-                    groups.setdefault(key, []).append(number)
+            for place, form in enumerate(forms):
+                dtypes = form.match(base, tensors)
+                if dtypes is not None:
+                    seen.update(base + p.suffix for p, d in zip(form.parts, dtypes, strict=True) if d is not None)
+                    groups.setdefault((place, dtypes), []).append(number)
                     break
             else:
-                problems.append(_mismatch(name, tensors, logical, role, candidates, seen))
-        for (fmt_name, dtypes), numbers in groups.items():
+                problems.append(_mismatch(name, tensors, logical, role, forms))
+                seen.update(_stored_under(base, tensors))
+        for (place, dtypes), numbers in groups.items():
             whole = len(numbers) == role.count()
-            uses.append(Use(position, fmt_name, dtypes, len(numbers), None if whole else tuple(numbers)))
+            uses.append(
+                Use(position, forms[place].format, dtypes, len(numbers), None if whole else tuple(numbers))
+            )
     left = [name for name in tensors if name not in seen]
     pattern = re.compile("|".join(model.ignored) or r"(?!)")
-    ignored = [name for name in left if pattern.fullmatch(name)]
-    unmatched = [name for name in left if not pattern.fullmatch(name)]
+    ignored = tuple(name for name in left if pattern.fullmatch(name))
+    unmatched = tuple(name for name in left if not pattern.fullmatch(name))
     problems += [
         f"{name} {tensors[name].dtype} {list(tensors[name].shape)} has no role in family {model.family}"
         for name in unmatched
     ]
     return Census(
-        tuple(uses), len(tensors), tuple(ignored), tuple(aliased), tuple(unmatched), tuple(problems)
+        tuple(uses), len(tensors), ignored, tuple(aliased), unmatched, tuple(sorted(absent)), tuple(problems)
     )
 
 
+def _absent(model: Model, tensors: Mapping[str, TensorLike]) -> tuple[set[str], set[tuple[str, str]]]:
+    """(optional groups of roles that the checkpoint has nothing of, options it does not use).
+
+    Of an option's rivals the stored one is kept; where none is stored, the first, so that it is reported missing.
+    """
+    groups: dict[str, bool] = {}
+    options: dict[str, dict[str, bool]] = {}
+    for role in model.roles:
+        if role.group is None and role.either is None:
+            continue
+        names = list(role.instances())
+        there = any(_stored_under(stem(n), tensors) for n in ({names[0], names[-1]} if names else ()))
+        if role.group is not None:
+            groups[role.group] = groups.get(role.group, False) or there
+        if role.either is not None:
+            name, option = role.either
+            rivals = options.setdefault(name, {})
+            rivals[option] = rivals.get(option, False) or there
+    unused = set()
+    for name, rivals in options.items():
+        kept = [option for option, there in rivals.items() if there] or list(rivals)[:1]
+        unused |= {(name, option) for option in rivals if option not in kept}
+    return {group for group, there in groups.items() if not there}, unused
+
+
+def _stored_under(base: str, tensors: Mapping[str, TensorLike]) -> list[str]:
+    """What is stored under an instance's stem, whichever known suffix it has."""
+    return [base + s for s in _known_suffixes() if base + s in tensors]
+
+
+@cache
+def _known_suffixes() -> tuple[str, ...]:
+    suffixes = {""}
+    for fmt in formats().values():
+        for stored in fmt.stored:
+            suffixes |= {stored.suffix, stored.suffix.removeprefix(".weight")}
+    return tuple(sorted(suffixes))
+
+
 def _mismatch(
-    name: str,
-    tensors: Mapping[str, TensorLike],
-    logical: tuple[int, ...],
-    role: Role,
-    candidates: list[tuple[Format, list[tuple[str, Stored, tuple[int, ...]]]]],
-    seen: set[str],
+    name: str, tensors: Mapping[str, TensorLike], logical: tuple[int, ...], role: Role, forms: list[_Form]
 ) -> str:
-    """One sentence on an instance that no format explains; what is there under its name is marked as seen."""
-    there = tensors.get(name)
-    if there is None:
+    """One sentence on an instance that no format explains."""
+    base = stem(name)
+    there = _stored_under(base, tensors)
+    if not there:
         return f"{name} is missing (config.json implies {role.count()} of {role.name})"
-    seen.add(name)
-    shape = tuple(there.shape)
-    if shape != logical and any(there.dtype in st.dtypes for _, parts in candidates for _, st, _ in parts):
-        return f"{name} is {there.dtype} {list(shape)}, but config.json implies {list(logical)}"
-    names = ", ".join(fmt.name for fmt, _ in candidates)
-    return f"{name} is {there.dtype} {list(shape)}, which no known format ({names}) stores a {list(logical)} as"
+    # the form whose values fit, if only a companion is missing or misshapen
+    for form in forms:
+        values = tensors.get(base + form.parts[0].suffix)
+        if values is None or values.dtype not in form.parts[0].stored.dtypes:
+            continue
+        if tuple(values.shape) != form.shapes[0]:
+            continue
+        wrong = [
+            _expected(base + p.suffix, tensors.get(base + p.suffix), p, shape)
+            for p, shape in zip(form.parts[1:], form.shapes[1:], strict=True)
+            if not _fits(tensors.get(base + p.suffix), p, shape)
+        ]
+        if len(wrong) == 1 or (wrong and len(there) == 1):
+            return f"{base}{form.parts[0].suffix} is stored as {form.format.name}, but {wrong[0]}"
+    first = tensors[there[0]]
+    shown = ", ".join(f"{n.removeprefix(base) or n} {tensors[n].dtype} {list(tensors[n].shape)}" for n in there)
+    if len(there) == 1 and any(first.dtype in form.parts[0].stored.dtypes for form in forms if len(form.parts) == 1):
+        return f"{there[0]} is {first.dtype} {list(first.shape)}, but config.json implies {list(logical)}"
+    names = ", ".join(form.format.name for form in forms)
+    return f"{base} is stored as {shown}, which no known format ({names}) makes of a {list(logical)}"
+
+
+def _fits(tensor: TensorLike | None, part: Part, shape: tuple[int, ...]) -> bool:
+    if tensor is None:
+        return part.stored.optional
+    return tensor.dtype in part.stored.dtypes and tuple(tensor.shape) == shape
+
+
+def _expected(name: str, tensor: TensorLike | None, part: Part, shape: tuple[int, ...]) -> str:
+    wanted = f"{' or '.join(part.stored.dtypes)} {list(shape)}"
+    if tensor is None:
+        return f"{name} ({wanted}) is missing"
+    return f"{name} is {tensor.dtype} {list(tensor.shape)} instead of {wanted}"
 
 
 def use_instances(model: Model, use: Use) -> Iterator[str]:
@@ -157,7 +265,3 @@ def use_instances(model: Model, use: Use) -> Iterator[str]:
         return
     wanted = set(use.instances)
     yield from (name for number, name in enumerate(names) if number in wanted)
-
-
-def use_format(use: Use) -> Format:
-    return format_named(use.format)

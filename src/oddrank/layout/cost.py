@@ -9,7 +9,7 @@ import msgspec
 
 from oddrank.checkpoint.dtypes import nbytes
 from oddrank.geometry import Model
-from oddrank.layout.census import Use, blocks, stored_shape, stored_tensors, use_format
+from oddrank.layout.census import Use, parts, stored_shape
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -40,14 +40,20 @@ def weight_bytes(
         if axes is not None and not axes & role.axes():
             continue
         logical = tuple(d.size(counts) for d in role.dims)
-        for (_, stored), dtype in zip(stored_tensors(role, use_format(use)), use.dtypes, strict=True):
-            total += use.count * nbytes(dtype, stored_shape(logical, blocks(role, stored)))
+        for part, dtype in zip(parts(role, use.format), use.dtypes, strict=True):
+            if dtype is not None:
+                total += use.count * nbytes(dtype, stored_shape(logical, part))
     return total
 
 
 def kv_bytes_per_layer(model: Model, counts: Mapping[str, int], itemsize: int) -> int:
     """KV-cache bytes per token and layer: keys and values of every local KV slot."""
     return 0 if model.kv is None else counts[model.kv.axis] * model.kv.width * itemsize
+
+
+def state_bytes(model: Model, counts: Mapping[str, int]) -> int:
+    """Bytes of recurrent state a request holds."""
+    return sum(s.layers * s.nbytes * counts[s.axis] for s in model.states)
 
 
 def macs(model: Model, counts: Mapping[str, int], context: int, axes: set[str] | None = None) -> int:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from oddrank.errors import OddrankError
-from oddrank.formats import format_named
+from oddrank.formats import fill_word
 from oddrank.geometry import Groups
 from oddrank.layout.census import Census
 from oddrank.layout.cost import kv_bytes_per_layer
@@ -166,13 +166,17 @@ def silence(plan: Plan) -> str:
         if axis.kind == "experts":
             raise _FoundError("experts cannot be padded: the router would choose a dummy expert.")
     for use in plan.uses:
-        fmt = format_named(use.format)
+        fmt = use.format
         if fmt.stored[0].row_fill != fmt.zero_word or fmt.stored[0].column_fill != fmt.zero_word:
             raise _FoundError(f"format {fmt.name}: the fill of its values is not its word for zero.")
         for stored, dtype in zip(fmt.stored, use.dtypes, strict=True):
+            if dtype is None:
+                continue
             for fill in (stored.row_fill, stored.column_fill):
-                if not word_is_finite(dtype, fill):
-                    raise _FoundError(f"format {fmt.name}: {stored.suffix} would be filled with {fill:#x}, not finite.")
+                word = fill_word(fill, dtype)
+                exponent = dtype == "U8" and stored.shared  # e8m0 is often stored as plain bytes
+                if not word_is_finite("F8_E8M0" if exponent else dtype, word):
+                    raise _FoundError(f"format {fmt.name}: {stored.suffix} would be filled with {word:#x}, not finite.")
     if not dummies:
         return "no dummies"
     shown = ", ".join(f"{n} {axis}" for axis, n in dummies.items())

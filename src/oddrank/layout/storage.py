@@ -5,30 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from oddrank.formats.base import Stored
 from oddrank.geometry import Dim, Model, Role, Slots
-from oddrank.layout.census import Use, blocks, stored_tensors, use_format
+from oddrank.layout.census import Part, Use, parts
 from oddrank.layout.index import StorageError, logical_index, stored_index
 
 
 def sharded_dims(
     model: Model, uses: Iterable[Use], axes: set[str] | None = None
-) -> Iterator[tuple[Role, str, Stored, Dim, int]]:
-    """(role, stored suffix, stored tensor, dim, block) of every sharded dimension; with `axes`, only theirs."""
+) -> Iterator[tuple[Role, Part, Dim, int]]:
+    """(role, stored tensor, dim, block) of every sharded dimension; with `axes`, only theirs."""
     for use in uses:
         role = model.roles[use.role]
-        for suffix, stored in stored_tensors(role, use_format(use)):
-            for dim, block in zip(role.dims, blocks(role, stored), strict=True):
-                touched = {name for name, _ in dim.axes()}
-                if touched and (axes is None or touched & axes):
-                    yield role, suffix, stored, dim, block
+        for part, dtype in zip(parts(role, use.format), use.dtypes, strict=True):
+            for d, block in zip(part.dims, part.blocks, strict=True):
+                touched = {name for name, _ in role.dims[d].axes()}
+                if dtype is not None and touched and (axes is None or touched & axes):
+                    yield role, part, role.dims[d], block
 
 
 def units(model: Model, uses: Iterable[Use]) -> dict[str, int]:
     """Axis -> the smallest whole number of elements at which every stored tensor of the axis can be cut: the least
     common multiple of block / gcd(block, width) over the dims. 192 rows a head in blocks of 128: two heads."""
     found = {axis.name: 1 for axis in model.axes}
-    for _, _, _, dim, block in sharded_dims(model, uses):
+    for _, _, dim, block in sharded_dims(model, uses):
         if block > 1:
             for axis, width in dim.axes():
                 found[axis] = math.lcm(found[axis], block // math.gcd(block, width))
@@ -41,14 +40,14 @@ def storage_problem(
     """The first stored tensor whose entries these slots would split or mix, in one sentence; None if none."""
     stock = model.stock()
     done: set[tuple[Dim, int, bool]] = set()
-    for role, suffix, stored, dim, block in sharded_dims(model, uses, axes):
-        if (dim, block, stored.shared) in done:
+    for role, part, dim, block in sharded_dims(model, uses, axes):
+        if (dim, block, part.stored.shared) in done:
             continue
-        done.add((dim, block, stored.shared))
+        done.add((dim, block, part.stored.shared))
         try:
-            stored_index(logical_index(dim, stock, slots), dim.size(stock), block, shared=stored.shared)
+            stored_index(logical_index(dim, stock, slots), dim.size(stock), block, shared=part.stored.shared)
         except StorageError as error:
-            return f"{role.name.removesuffix('.weight')}{suffix}: {error}"
+            return f"{role.name.removesuffix('.weight')}{part.suffix}: {error}"
         except ValueError as error:
             return f"{role.name}: {error}"
     return None

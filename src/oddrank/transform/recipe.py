@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from oddrank.checkpoint.dtypes import STORAGE
-from oddrank.formats.base import stem
+from oddrank.formats.base import fill_word, stem
 from oddrank.geometry import Slots
 from oddrank.geometry.dims import IntArray
-from oddrank.layout.census import blocks, stored_shape, stored_tensors, use_format, use_instances
+from oddrank.layout.census import parts, stored_shape, use_instances
 from oddrank.layout.index import logical_index, stored_index
 from oddrank.layout.plan import Plan
 
@@ -64,28 +64,30 @@ def recipes(plan: Plan, slots: Slots) -> Iterator[tuple[str, Recipe]]:
     for use in plan.uses:
         role = plan.model.roles[use.role]
         source_logical = tuple(d.size(stock) for d in role.dims)
-        parts = []
-        for (suffix, stored), dtype in zip(stored_tensors(role, use_format(use)), use.dtypes, strict=True):
-            footprint = blocks(role, stored)
+        made_parts = []
+        for part, dtype in zip(parts(role, use.format), use.dtypes, strict=True):
+            if dtype is None:
+                continue
             spans = []
-            for dim, block, size in zip(role.dims, footprint, source_logical, strict=True):
-                key = (dim, block, stored.shared)
+            for d, block in zip(part.dims, part.blocks, strict=True):
+                key = (role.dims[d], block, part.stored.shared)
                 if key not in made:
-                    logical = logical_index(dim, stock, slots)
-                    made[key] = spans_of(stored_index(logical, size, block, shared=stored.shared))
+                    index = logical_index(role.dims[d], stock, slots)
+                    size = source_logical[d]
+                    made[key] = spans_of(stored_index(index, size, block, shared=part.stored.shared))
                 spans.append(made[key])
-            source_shape = stored_shape(source_logical, footprint)
+            source_shape = stored_shape(source_logical, part)
             shape = tuple(sum(s.length for s in sp) for sp in spans)
             unchanged = shape == source_shape and all(
                 sp == (Span(0, 0, n),) for sp, n in zip(spans, shape, strict=True)
             )
-            fills = tuple(stored.row_fill for _ in role.dims)
-            if role.matrix:
-                fills = (*fills[:-1], stored.column_fill)
-            parts.append((suffix, Recipe(source_shape, shape, dtype, tuple(spans), fills, unchanged)))
+            rows, columns = (fill_word(f, dtype) for f in (part.stored.row_fill, part.stored.column_fill))
+            is_column = [role.matrix and d == len(role.dims) - 1 for d in part.dims]
+            fills = tuple(columns if c else rows for c in is_column)
+            made_parts.append((part.suffix, Recipe(source_shape, shape, dtype, tuple(spans), fills, unchanged)))
         for name in use_instances(plan.model, use):
             base = stem(name)
-            for suffix, recipe in parts:
+            for suffix, recipe in made_parts:
                 yield base + suffix, recipe
 
 

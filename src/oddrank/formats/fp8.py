@@ -1,0 +1,48 @@
+"""fp8: one e4m3 value an element, and scales per block, per output channel or for the whole tensor.
+
+Every dialect multiplies: weight = value * scale. Names and shapes: Hugging Face `quant_method: fp8` writes
+`weight_scale_inv`, compressed-tensors and ModelOpt `weight_scale`; a static activation scale (`input_scale`) belongs to
+the tensor and is never cut. Source: transformers 5.24 (finegrained_fp8), compressed-tensors 0.20.
+"""
+
+from typing import Any
+
+from oddrank.formats.base import FLOATS, Format, Stored
+
+_VALUES = Stored(".weight", ("F8_E4M3",))
+_SCALARS: tuple[Stored, ...] = (
+    Stored(".input_scale", FLOATS, (0, 0), "scalar", shared=True, row_fill="one", column_fill="one", optional=True),
+)
+_ONES: tuple[Stored, ...] = (
+    Stored(".input_scale", FLOATS, (0, 0), "one", shared=True, row_fill="one", column_fill="one", optional=True),
+)
+
+
+def _scale(suffix: str, block: tuple[int, int], shape: Any) -> Stored:
+    return Stored(suffix, FLOATS, block, shape, shared=True, row_fill="one", column_fill="one")
+
+
+def block_size(quantization: dict[str, Any]) -> tuple[int, int]:
+    """`weight_block_size` of the config (also inside compressed-tensors' weights), [128, 128] by default."""
+    size: Any = quantization.get("weight_block_size")
+    groups = quantization.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if size is None and isinstance(weights, dict):
+            size = weights.get("block_structure")
+    if isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size):
+        return size[0], size[1]
+    return 128, 128
+
+
+def candidates(quantization: dict[str, Any]) -> tuple[Format, ...]:
+    block = block_size(quantization)
+    return (
+        Format("fp8-block", (_VALUES, _scale(".weight_scale_inv", block, "nk"), *_SCALARS)),
+        Format("fp8-channel", (_VALUES, _scale(".weight_scale", (1, 0), "nk"), *_ONES)),
+        Format("fp8-channel-1d", (_VALUES, _scale(".weight_scale", (1, 0), "n"), *_SCALARS)),
+        Format("fp8-tensor", (_VALUES, _scale(".weight_scale", (0, 0), "scalar"), *_SCALARS)),
+        Format("fp8-tensor-ct", (_VALUES, _scale(".weight_scale", (0, 0), "one"), *_ONES)),
+        # after the channel forms: a matrix of one block column has the shape of neither
+        Format("fp8-block-ct", (_VALUES, _scale(".weight_scale", block, "nk"), *_ONES)),
+    )
