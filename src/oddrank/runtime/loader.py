@@ -6,9 +6,9 @@ the slice names them, so that a rank holds its slice and one matrix in the makin
 """
 
 import ctypes
+import time
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,16 +18,10 @@ from oddrank.errors import OddrankError
 from oddrank.runtime.layers.module import Module, Parameter, Part
 from oddrank.runtime.models.build import Slice
 from oddrank.runtime.precision import TORCH
+from oddrank.runtime.request import Loaded
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the torch dtype through which its bits reach numpy."""
-
-
-class Loaded(msgspec.Struct, frozen=True):
-    """stored_bytes: the slice as stored. kept_bytes: what the parameters hold."""
-
-    stored_bytes: int
-    kept_bytes: int
 
 
 def load(model: Module, part: Slice, release: Callable[[str], object] | None = None) -> Loaded:
@@ -36,6 +30,7 @@ def load(model: Module, part: Slice, release: Callable[[str], object] | None = N
     release: called with each stored tensor's name once it was read (drops its mapped pages).
     OddrankError where a tensor has no parameter, a parameter no tensor, or their shapes differ.
     """
+    start = time.perf_counter()
     places = _places(model)
     waiting = {id(p): len(p.parts) for p in model.parameters()}
     tensors: dict[int, Tensor] = {}
@@ -44,7 +39,7 @@ def load(model: Module, part: Slice, release: Callable[[str], object] | None = N
         place = places.pop(name, None)
         if place is None:
             raise OddrankError(
-                f"The slice of rank's weights has {name}, for which the model has no parameter. The plan's family "
+                f"The rank's slice has {name}, for which the model has no parameter. The plan's family "
                 "and the runtime's model disagree about what the checkpoint holds."
             )
         parameter, rows = place
@@ -65,7 +60,7 @@ def load(model: Module, part: Slice, release: Callable[[str], object] | None = N
             f"{', ...' if len(places) > 3 else ''}."
         )
     _return_freed_memory()
-    return Loaded(stored, model.nbytes())
+    return Loaded(stored, model.nbytes(), time.perf_counter() - start)
 
 
 def _places(model: Module) -> dict[str, tuple[Parameter, Part]]:
