@@ -148,7 +148,7 @@ class Plan(msgspec.Struct, frozen=True):
         made = {la.axis: la for la in layouts}
         pairings = []
         for p in self.pairings:
-            if made[p.leader].in_engine:
+            if self.layout(p.leader).in_engine:  # the engine's ranks have copies, not parts, of the leaders
                 pairings.append(even_pairing(made[p.follower], made[p.leader]))
                 continue
             counts = self.layout(p.leader).counts()
@@ -193,6 +193,12 @@ class Plan(msgspec.Struct, frozen=True):
         if axis.count % ranks == 0:
             per = axis.count // ranks
             return Layout.of(axis.name, [range(i * per, (i + 1) * per) for i in range(ranks)])
+        if ranks % axis.count:
+            raise OddrankError(
+                f"the plan for {self.tp} ranks leaves the copies of {axis.count} {axis.name} to the engine, which "
+                f"makes them only where the ranks divide {axis.count} or are a multiple of it; {ranks} is neither. "
+                f"Plan for {ranks} ranks instead."
+            )
         stock = self.model.stock()
         sizes = PairSizes(pair.follower, pair.leader, stock[pair.follower], axis.count, (1, 1))
         return engine_copies(sizes, ranks).layouts[1]

@@ -17,6 +17,7 @@ from oddrank.formats import format_named
 from oddrank.geometry import Groups
 from oddrank.layout.census import Census
 from oddrank.layout.cost import kv_bytes_per_layer
+from oddrank.layout.layouts import Layout
 from oddrank.layout.plan import Plan
 from oddrank.layout.storage import storage_problem
 
@@ -208,6 +209,7 @@ def storage(plan: Plan) -> str:
 def executor(plan: Plan) -> str:
     """The executor's own constraints, and the user's."""
     facts = plan.executor_facts()
+    _engine_axes(plan)
     if facts.equal_ranks:
         for layout in plan.layouts:
             if len(set(layout.counts())) > 1:
@@ -230,8 +232,34 @@ def executor(plan: Plan) -> str:
     return f"{facts.name}'s constraints hold"
 
 
+def _engine_axes(plan: Plan) -> None:
+    """What the engine pads or copies in its own buffers it lays out by its own rule: rank i of N holds vocabulary
+    rows i * rows / N on, or copy i * L // N of L leaders. The virtual checkpoint keeps such an axis as trained."""
+    facts = plan.executor_facts()
+    for layout in plan.layouts:
+        axis = plan.model.axis(layout.axis)
+        by_engine = axis.kind == "vocab" and facts.vocab_multiple > 0
+        if by_engine:
+            rows = np.arange(layout.total(), dtype=np.int64)
+            rule = np.array_split(np.where(rows < axis.count, rows, -1), plan.tp)
+        elif layout.in_engine and facts.copies_kv and axis.kind == "heads" and not axis.summed:
+            rule = [np.asarray([i * axis.count // plan.tp]) for i in range(plan.tp)]
+        elif layout.in_engine:
+            raise _FoundError(f"{layout.axis} is left to {facts.name}, which neither pads nor copies it.")
+        else:
+            continue
+        if not layout.in_engine or layout != Layout.of(axis.name, rule, True):
+            raise _FoundError(f"{facts.name} lays out {layout.axis} by its own rule, and the plan has it otherwise.")
+
+
 def _user_constraints(plan: Plan) -> None:
     wanted = plan.constraints
+    if wanted.gqa is not None and plan.model.kv is not None:
+        leader = plan.model.kv.axis
+        follower = next(p.follower for p in plan.model.pairs if p.leader == leader)
+        for followers, leaders in zip(plan.layout(follower).counts(), plan.layout(leader).counts(), strict=True):
+            if followers != wanted.gqa * leaders:
+                raise _FoundError(f"gqa={wanted.gqa} was asked for; a rank has {followers} {follower} on {leaders}.")
     totals = {la.axis: la.total() for la in plan.layouts}
     for axis, total in wanted.exact.items():
         if totals[axis] != total:
