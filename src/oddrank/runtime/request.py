@@ -64,8 +64,12 @@ class Timings(msgspec.Struct, frozen=True):
 
 class Loaded(msgspec.Struct, frozen=True):
     """Of one rank. stored_bytes: its slice as stored. kept_bytes: what its parameters hold.
-    seconds: from an empty model to a loaded one."""
+
+    seconds: of copying the slice into the parameters. prepare_seconds: of then bringing them into the form that
+    the kernels of this machine take.
+    """
 
     stored_bytes: int
     kept_bytes: int
     seconds: float
+    prepare_seconds: float

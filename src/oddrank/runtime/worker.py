@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -61,7 +59,7 @@ def load_rank(
     """Build this rank's model and copy its slice of `checkpoint` into it."""
     part = RankSlice(plan, checkpoint, group.rank)
     model = build_model(plan.model.family, checkpoint.config, part, group, precision)
-    return model, load(model, part, lambda name: checkpoint.release([name]))
+    return model, load(model, part, lambda name: checkpoint.release([name]), group.device)
 
 
 def serve(group: Group, link: Link, job: Job) -> Loaded:
@@ -109,5 +107,3 @@ def local_logits(
     with torch.inference_mode():
         return LocalGroup.run(plan.tp, rank)[0]
 
-
-Logits = npt.NDArray[np.floating[Any]]
