@@ -217,4 +217,9 @@ class Plan(msgspec.Struct, frozen=True):
             raise OddrankError(f"this is not an oddrank plan: {error}.") from error
         if plan.version != VERSION:
             raise OddrankError(f"this plan is of version {plan.version}; this oddrank reads version {VERSION}.")
+        from oddrank.layout.wellformed import faults
+
+        fault = next(faults(plan), None)
+        if fault is not None:
+            raise OddrankError(f"this is not an oddrank plan: {fault}. Plan the model again.")
         return plan
