@@ -20,6 +20,7 @@ from oddrank.layout.cost import kv_bytes_per_layer
 from oddrank.layout.layouts import Layout
 from oddrank.layout.plan import Plan
 from oddrank.layout.storage import storage_problem
+from oddrank.layout.wellformed import faults
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -58,12 +59,17 @@ def prove(plan: Plan, census: Census | None) -> tuple[Check, ...]:
     ]
     if census is not None:
         steps.insert(0, ("coverage", lambda: coverage(plan, census)))
+    malformed = next(faults(plan), None)
     checks = []
     for name, step in steps:
         try:
             checks.append(Check(name, True, step()))
         except _FoundError as wrong:
             checks.append(Check(name, False, str(wrong)))
+        except (LookupError, ValueError):
+            if malformed is None:
+                raise
+            checks.append(Check(name, False, f"cannot be checked: {malformed}."))
     return tuple(checks)
 
 
