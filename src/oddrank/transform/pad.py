@@ -68,6 +68,11 @@ def pad(
             f"a plan for the {plan.executor} executor may give its ranks different sizes, which no single checkpoint "
             "on disk can express; plan with --executor vllm to write one."
         )
+    target = Path(os.path.realpath(out))
+    if target.is_relative_to(checkpoint.path) or checkpoint.path.is_relative_to(target):
+        raise OddrankError(
+            f"{out} and the model {checkpoint.path} lie inside each other; write to a directory outside the model's."
+        )
     config = virtual_config(plan, checkpoint.config)
     made = dict(recipes(plan, plan.virtual()))
     by_file: dict[str, list[str]] = {file: [] for file in checkpoint.files}
