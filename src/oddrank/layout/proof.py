@@ -289,13 +289,21 @@ def no_crosstalk(plan: Plan) -> str:
         if cross.operation in facts.handles:
             continue
         layout, count = plan.layout(cross.axis), plan.model.axis(cross.axis).count
-        # equal copies of every element leave a mean over the axis as it was
-        slots = np.concatenate([layout.slots(r) for r in range(plan.tp)])
-        times = np.bincount(slots[slots >= 0], minlength=count)
-        if (slots < 0).any() or len(set(times.tolist())) > 1:
+        ranks = [layout.slots(r) for r in range(plan.tp)]
+        slots, trained = np.concatenate(ranks), np.arange(count)
+        if cross.operation == "rms_norm":
+            # equal copies of every element leave a mean over the axis as it was, in any order
+            times = np.bincount(slots[slots >= 0], minlength=count)
+            changed = bool((slots < 0).any()) or len(set(times.tolist())) > 1
+            what = "include dummies or unequal copies"
+        else:
+            # what is computed from an element's number needs all elements in their order: over the ranks or on each
+            changed = not np.array_equal(slots, trained) and not all(np.array_equal(r, trained) for r in ranks)
+            what = "number them anew, or see dummies and copies"
+        if changed:
             raise _FoundError(
                 f"{cross.where} computes {cross.operation} across all {count} {cross.axis}; {facts.name} would "
-                f"include dummies or unequal copies. The runtime executor reduces it over the real ones."
+                f"{what}. The runtime executor computes it over the real ones, by their own numbers."
             )
     names = sorted({c.operation for c in plan.model.crosstalk})
     return f"{', '.join(names)} across units handled" if names else "no operation runs across units"
