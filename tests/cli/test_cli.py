@@ -106,7 +106,8 @@ def test_plan_of_several_sizes_is_a_line_each(model: Path, capsys: pytest.Captur
     assert "9 q_heads" in lines[1]["stock_vllm_why"]
     assert "At most --tp 9" in lines[9]["refused"] and lines[8]["refused"] is None
     code, out, _ = run(capsys, "plan", model, "--tp", "1-10")
-    assert code == 0 and len([x for x in out.splitlines() if x.strip()[:1].isdigit()]) == 10
+    first_words = [x.split()[0] for x in out.splitlines() if x[:2].strip().isdigit()]
+    assert code == 0 and first_words == [str(n) for n in range(1, 11)]
 
 
 def test_tables_show_idle_ranks_and_alternatives(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
