@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -101,6 +102,27 @@ def make_plan(
         shares=None if shares is None else tuple(shares),
     )
     return plan_subject(subject, request)
+
+
+def adopt_plan(file: str | os.PathLike[str], checkpoint: Checkpoint, tp: int) -> Plan:
+    """A plan saved by `oddrank plan --json`, to run on `tp` ranks, proven again against this checkpoint.
+
+    Raises OddrankError for a file that is no plan, a plan of another checkpoint, or a size it does not run at.
+    """
+    data = Path(file).read_bytes()
+    try:
+        report = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise OddrankError(f"{file} is not a plan: {error}.") from None
+    plan = Plan.from_json(bytes(report["plan"]) if "plan" in report else data)
+    check_made_for(plan, checkpoint)
+    subject = study(checkpoint)
+    if plan.model != subject.model:
+        raise OddrankError(f"{file} describes another model than {checkpoint.path}. Plan it again.")
+    require(plan, subject.census)
+    plan = plan.at(tp)
+    require(plan, subject.census)
+    return plan
 
 
 def check_made_for(plan: Plan, checkpoint: Checkpoint) -> None:

@@ -69,6 +69,8 @@ class Checkpoint:
         model-*.safetensors. OddrankError where anything is missing, malformed, contradictory or outside the
         directory.
         """
+        if not os.fspath(path):
+            raise OddrankError("The model's path is empty. Give the path of a model directory.")
         root = model_directory(Path(path))
         names = list_directory(root)
         if CONFIG not in names:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from oddrank.errors import OddrankError
+from oddrank.layout.plan import Plan
 from oddrank.layout.solver import DEFAULT_CONTEXT, LAYOUTS
 
 
@@ -52,6 +53,34 @@ def constraint_pairs(values: tuple[str, ...]) -> dict[str, int]:
 
 
 Command = Callable[..., Any]
+
+
+def plan_for(
+    model: str,
+    tp: int,
+    *,
+    executor: str,
+    layout: str,
+    context: int,
+    constraints: tuple[str, ...],
+    run_tp: list[int] | None = None,
+    plan_file: str | None = None,
+) -> Plan:
+    """The proven plan that a command's options ask for: made now, or read from `plan_file` and proven again."""
+    from oddrank.checkpoint import Checkpoint
+    from oddrank.planner import adopt_plan, make_plan
+
+    if plan_file is not None:
+        return adopt_plan(plan_file, Checkpoint.open(model), tp)
+    return make_plan(
+        model,
+        tp,
+        executor=executor,
+        layout=layout,
+        context=context,
+        constraints=constraint_pairs(constraints),
+        run_tp=run_tp[0] if run_tp else None,
+    ).plan
 
 
 def planning(executor_default: str) -> Callable[[Command], Command]:

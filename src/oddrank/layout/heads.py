@@ -125,8 +125,13 @@ def _even_bounds(p: PairSizes, ranks: int, units: int) -> list[int]:
                 first, last = _leaders(p, start * p.follower_unit, min(stop * p.follower_unit, p.followers))
                 count = last - first
                 score = (max(touched, count), stored + count, squares + (stop - start) ** 2)
-                if stop not in reached or score < reached[stop][0]:
-                    reached[stop] = (score, [*cuts, stop])
+                cut = [*cuts, stop]
+                # of equally good cuts, the one with its larger parts first
+                if stop not in reached or (score, [-c for c in cut]) < (
+                    reached[stop][0],
+                    [-c for c in reached[stop][1]],
+                ):
+                    reached[stop] = (score, cut)
         best = reached
     return best[units][1]
 

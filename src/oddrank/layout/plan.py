@@ -148,7 +148,7 @@ class Plan(msgspec.Struct, frozen=True):
         made = {la.axis: la for la in layouts}
         pairings = []
         for p in self.pairings:
-            if made[p.leader].in_engine:
+            if self.layout(p.leader).in_engine:  # the engine's ranks have copies, not parts, of the leaders
                 pairings.append(even_pairing(made[p.follower], made[p.leader]))
                 continue
             counts = self.layout(p.leader).counts()
@@ -193,6 +193,12 @@ class Plan(msgspec.Struct, frozen=True):
         if axis.count % ranks == 0:
             per = axis.count // ranks
             return Layout.of(axis.name, [range(i * per, (i + 1) * per) for i in range(ranks)])
+        if ranks % axis.count:
+            raise OddrankError(
+                f"the plan for {self.tp} ranks leaves the copies of {axis.count} {axis.name} to the engine, which "
+                f"makes them only where the ranks divide {axis.count} or are a multiple of it; {ranks} is neither. "
+                f"Plan for {ranks} ranks instead."
+            )
         stock = self.model.stock()
         sizes = PairSizes(pair.follower, pair.leader, stock[pair.follower], axis.count, (1, 1))
         return engine_copies(sizes, ranks).layouts[1]
@@ -211,4 +217,9 @@ class Plan(msgspec.Struct, frozen=True):
             raise OddrankError(f"this is not an oddrank plan: {error}.") from error
         if plan.version != VERSION:
             raise OddrankError(f"this plan is of version {plan.version}; this oddrank reads version {VERSION}.")
+        from oddrank.layout.wellformed import faults
+
+        fault = next(faults(plan), None)
+        if fault is not None:
+            raise OddrankError(f"this is not an oddrank plan: {fault}. Plan the model again.")
         return plan

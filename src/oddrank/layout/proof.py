@@ -17,8 +17,10 @@ from oddrank.formats import fill_word
 from oddrank.geometry import Groups
 from oddrank.layout.census import Census
 from oddrank.layout.cost import kv_bytes_per_layer
+from oddrank.layout.layouts import Layout
 from oddrank.layout.plan import Plan
 from oddrank.layout.storage import storage_problem
+from oddrank.layout.wellformed import faults
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -57,12 +59,17 @@ def prove(plan: Plan, census: Census | None) -> tuple[Check, ...]:
     ]
     if census is not None:
         steps.insert(0, ("coverage", lambda: coverage(plan, census)))
+    malformed = next(faults(plan), None)
     checks = []
     for name, step in steps:
         try:
             checks.append(Check(name, True, step()))
         except _FoundError as wrong:
             checks.append(Check(name, False, str(wrong)))
+        except (LookupError, ValueError):
+            if malformed is None:
+                raise
+            checks.append(Check(name, False, f"cannot be checked: {malformed}."))
     return tuple(checks)
 
 
@@ -212,6 +219,7 @@ def storage(plan: Plan) -> str:
 def executor(plan: Plan) -> str:
     """The executor's own constraints, and the user's."""
     facts = plan.executor_facts()
+    _engine_axes(plan)
     if facts.equal_ranks:
         for layout in plan.layouts:
             if len(set(layout.counts())) > 1:
@@ -234,8 +242,34 @@ def executor(plan: Plan) -> str:
     return f"{facts.name}'s constraints hold"
 
 
+def _engine_axes(plan: Plan) -> None:
+    """What the engine pads or copies in its own buffers it lays out by its own rule: rank i of N holds vocabulary
+    rows i * rows / N on, or copy i * L // N of L leaders. The virtual checkpoint keeps such an axis as trained."""
+    facts = plan.executor_facts()
+    for layout in plan.layouts:
+        axis = plan.model.axis(layout.axis)
+        by_engine = axis.kind == "vocab" and facts.vocab_multiple > 0
+        if by_engine:
+            rows = np.arange(layout.total(), dtype=np.int64)
+            rule = np.array_split(np.where(rows < axis.count, rows, -1), plan.tp)
+        elif layout.in_engine and facts.copies_kv and axis.kind == "heads" and not axis.summed:
+            rule = [np.asarray([i * axis.count // plan.tp]) for i in range(plan.tp)]
+        elif layout.in_engine:
+            raise _FoundError(f"{layout.axis} is left to {facts.name}, which neither pads nor copies it.")
+        else:
+            continue
+        if not layout.in_engine or layout != Layout.of(axis.name, rule, True):
+            raise _FoundError(f"{facts.name} lays out {layout.axis} by its own rule, and the plan has it otherwise.")
+
+
 def _user_constraints(plan: Plan) -> None:
     wanted = plan.constraints
+    if wanted.gqa is not None and plan.model.kv is not None:
+        leader = plan.model.kv.axis
+        follower = next(p.follower for p in plan.model.pairs if p.leader == leader)
+        for followers, leaders in zip(plan.layout(follower).counts(), plan.layout(leader).counts(), strict=True):
+            if followers != wanted.gqa * leaders:
+                raise _FoundError(f"gqa={wanted.gqa} was asked for; a rank has {followers} {follower} on {leaders}.")
     totals = {la.axis: la.total() for la in plan.layouts}
     for axis, total in wanted.exact.items():
         if totals[axis] != total:
@@ -259,13 +293,21 @@ def no_crosstalk(plan: Plan) -> str:
         if cross.operation in facts.handles:
             continue
         layout, count = plan.layout(cross.axis), plan.model.axis(cross.axis).count
-        # equal copies of every element leave a mean over the axis as it was
-        slots = np.concatenate([layout.slots(r) for r in range(plan.tp)])
-        times = np.bincount(slots[slots >= 0], minlength=count)
-        if (slots < 0).any() or len(set(times.tolist())) > 1:
+        ranks = [layout.slots(r) for r in range(plan.tp)]
+        slots, trained = np.concatenate(ranks), np.arange(count)
+        if cross.operation == "rms_norm":
+            # equal copies of every element leave a mean over the axis as it was, in any order
+            times = np.bincount(slots[slots >= 0], minlength=count)
+            changed = bool((slots < 0).any()) or len(set(times.tolist())) > 1
+            what = "include dummies or unequal copies"
+        else:
+            # what is computed from an element's number needs all elements in their order: over the ranks or on each
+            changed = not np.array_equal(slots, trained) and not all(np.array_equal(r, trained) for r in ranks)
+            what = "number them anew, or see dummies and copies"
+        if changed:
             raise _FoundError(
                 f"{cross.where} computes {cross.operation} across all {count} {cross.axis}; {facts.name} would "
-                f"include dummies or unequal copies. The runtime executor reduces it over the real ones."
+                f"{what}. The runtime executor computes it over the real ones, by their own numbers."
             )
     names = sorted({c.operation for c in plan.model.crosstalk})
     return f"{', '.join(names)} across units handled" if names else "no operation runs across units"

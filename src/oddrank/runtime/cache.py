@@ -47,7 +47,8 @@ class KVCache:
         wanted = max(length, self.capacity + self.capacity // 4)
         capacity = -(-wanted // BLOCK) * BLOCK
         for i, old in enumerate(self._layers):
-            new = old.new_empty(2, self.slots, self.kv_heads, capacity, self.head_dim)
+            # Zeros: a shorter sequence of the batch masks what lies past its end, and masks do not hide NaN.
+            new = old.new_zeros(2, self.slots, self.kv_heads, capacity, self.head_dim)
             new[:, :, :, : self.capacity] = old
             self._layers[i] = new
         self.capacity = capacity

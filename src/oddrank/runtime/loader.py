@@ -2,13 +2,15 @@
 
 Every parameter is filled exactly once and every stored tensor of the slice is used; anything else is an error.
 Parameters are allocated one at a time and their values copied straight from the mapping, in the order in which
-the slice names them, so that a rank holds its slice and one matrix in the making.
+the slice names them; what a module then computes with replaces them one by one. So a rank never holds more than
+its slice and a matrix a thread.
 """
 
 import ctypes
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,24 +20,25 @@ from oddrank.errors import OddrankError
 from oddrank.runtime.layers.module import Module, Parameter, Part
 from oddrank.runtime.models.build import Slice
 from oddrank.runtime.precision import TORCH
+from oddrank.runtime.request import Loaded
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the torch dtype through which its bits reach numpy."""
 
 
-class Loaded(msgspec.Struct, frozen=True):
-    """stored_bytes: the slice as stored. kept_bytes: what the parameters hold."""
-
-    stored_bytes: int
-    kept_bytes: int
-
-
-def load(model: Module, part: Slice, release: Callable[[str], object] | None = None) -> Loaded:
+def load(
+    model: Module,
+    part: Slice,
+    release: Callable[[str], object] | None = None,
+    device: torch.device | str = "cpu",
+) -> Loaded:
     """Fill every parameter of `model` from `part`.
 
-    release: called with each stored tensor's name once it was read (drops its mapped pages).
+    release: called with each stored tensor's name once it was read (drops its mapped pages). device: where the
+    parameters are kept.
     OddrankError where a tensor has no parameter, a parameter no tensor, or their shapes differ.
     """
+    start = time.perf_counter()
     places = _places(model)
     waiting = {id(p): len(p.parts) for p in model.parameters()}
     tensors: dict[int, Tensor] = {}
@@ -44,7 +47,7 @@ def load(model: Module, part: Slice, release: Callable[[str], object] | None = N
         place = places.pop(name, None)
         if place is None:
             raise OddrankError(
-                f"The slice of rank's weights has {name}, for which the model has no parameter. The plan's family "
+                f"The rank's slice has {name}, for which the model has no parameter. The plan's family "
                 "and the runtime's model disagree about what the checkpoint holds."
             )
         parameter, rows = place
@@ -57,15 +60,25 @@ def load(model: Module, part: Slice, release: Callable[[str], object] | None = N
             release(name)
         waiting[key] -= 1
         if waiting[key] == 0:
-            parameter.finish(tensors.pop(key))
+            parameter.fill(tensors.pop(key).to(device))
     if places:
         some = ", ".join(sorted(places)[:3])
         raise OddrankError(
             f"{len(places)} tensors that the model needs are not in the slice: {some}"
             f"{', ...' if len(places) > 3 else ''}."
         )
+    read = time.perf_counter()
+    prepare(model)
+    return Loaded(stored, model.nbytes(), read - start, time.perf_counter() - read)
+
+
+def prepare(model: Module) -> None:
+    """Bring every module's parameters into the form it computes with, on as many threads as torch uses."""
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(lambda module: module.prepare(threads), model.modules()):
+            pass
     _return_freed_memory()
-    return Loaded(stored, model.nbytes())
 
 
 def _places(model: Module) -> dict[str, tuple[Parameter, Part]]:

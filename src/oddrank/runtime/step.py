@@ -32,8 +32,11 @@ class Step:
         self.tokens = tokens
         self.segments = tuple(segments)
         self.decode = all(s.stop - s.start == 1 and s.slot == i for i, s in enumerate(self.segments))
-        spans = [torch.arange(s.past, s.length, device=tokens.device) for s in self.segments]
-        self.positions = spans[0] if len(spans) == 1 else torch.cat(spans)
+        if self.decode:
+            self.positions = torch.tensor([s.past for s in self.segments], device=tokens.device)
+        else:
+            spans = [torch.arange(s.past, s.length, device=tokens.device) for s in self.segments]
+            self.positions = torch.cat(spans)
         self.longest = max(s.length for s in self.segments)
         self.uniform = all(s.length == self.longest for s in self.segments)
         self.sequences = [(s.stop - s.start, s.length) for s in self.segments]

@@ -58,12 +58,10 @@ class DenseFormat:
 
     def linear(self, parts: Sequence[Rows], k: int) -> LinearWeight:
         weights, activations = self.precision.weights, self.precision.activations
-        names = [(f"{part.name}.weight", part.rows) for part in parts]
+        weight = Parameter([(f"{part.name}.weight", part.rows) for part in parts], (k,), weights)
         if weights == activations:
-            return DenseWeight(Parameter(names, (k,), weights))
-        if k and sum(part.rows for part in parts) and half_packing_works():
-            return HalfPackedWeight(names, k, weights)
-        return NarrowWeight(Parameter(names, (k,), weights))
+            return DenseWeight(weight)
+        return HalfPackedWeight(weight) if half_packing_works() else NarrowWeight(weight)
 
 
 class DenseWeight(LinearWeight):
@@ -107,45 +105,46 @@ class NarrowWeight(LinearWeight):
         return self.weight.data.index_select(0, rows).to(x.dtype).mv(x)
 
 
-class HalfPackedWeight(LinearWeight):
-    """bf16 or fp16 weights, packed as fp16 for a kernel that multiplies them in fp32, two bytes an element.
+class HalfPackedWeight(NarrowWeight):
+    """bf16 or fp16 weights that `prepare` packs as fp16, in place of the stored form, for a kernel that
+    multiplies them in fp32: x is not rounded, and a matrix is streamed at twice the speed of torch's own product.
 
     fp16 holds every bf16 number between 2^-17 and 65504 exactly and is off by at most 2^-25 on smaller ones. So
     a matrix is packed where its largest weight is between 2^-10 and 65504 (the error is then below 2^-15 of
     it; bf16 itself rounds by 2^-9) and kept as it is otherwise.
     """
 
-    def __init__(self, names: Sequence[tuple[str, int]], k: int, dtype: torch.dtype) -> None:
-        self.weight = Parameter(names, (k,), dtype, take=self._pack)
+    def __init__(self, weight: Parameter) -> None:
+        super().__init__(weight)
         self._packs: list[Any] = []
         self._single: Any = None
-        self._fallback: NarrowWeight | None = None
         self._op: Any = None
 
-    def _pack(self, weight: Tensor) -> Tensor | None:
+    def prepare(self, threads: int) -> None:
+        weight = self.weight.data
         n, k = weight.shape
-        largest = float(weight.abs().amax())
+        if weight.numel() == 0:
+            return
+        low, high = (float(extreme) for extreme in weight.aminmax())
+        largest = max(-low, high)
         if not (_SMALLEST <= largest <= _LARGEST or largest == 0):
-            self._fallback = NarrowWeight(self.weight)
-            return weight
-        threaded = torch.get_num_threads() > 1 and n * k >= _THREADED_ELEMENTS
-        pack, self._op = _half_kernels(threaded)
-        step = max(16, _PACK_ELEMENTS // k // 16 * 16)
+            return
+        pack, self._op = _half_kernels(threads > 1 and n * k >= _THREADED_ELEMENTS)
+        step, held = max(16, _PACK_ELEMENTS // k // 16 * 16), 0
         for start in range(0, n, step):
             block = weight[start : start + step]
             self._packs.append(pack(block.float()))
-            # The kernel's columns come in groups of 16.
-            self.weight.held += -(-len(block) // 16) * 16 * k * 2
+            held += -(-len(block) // 16) * 16 * k * 2  # the kernel takes rows in groups of 16
         self._single = self._packs[0] if len(self._packs) == 1 else None
-        return None
+        self.weight.tensor, self.weight.held = None, held
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._single is not None:
             out: Tensor = self._op(x, self._single)
-        elif self._fallback is not None:
-            return self._fallback(x, bias)
-        else:
+        elif self._packs:
             out = torch.cat([self._op(x, pack) for pack in self._packs], -1)
+        else:
+            return super().__call__(x, bias)
         return out if bias is None else out.add_(bias)
 
 

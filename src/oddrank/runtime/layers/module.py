@@ -4,7 +4,7 @@ A module is built from a rank's sizes alone, without memory. The loader then wal
 its tensor and copies the stored tensors into it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ class Parameter:
     """One tensor of a module, filled from one or several stored tensors stacked along its first dimension.
 
     parts: (stored name, rows), in order. width: the other dimensions. dtype: what it is held in.
-    take: called once with the filled tensor; what it returns is kept as `tensor` (None: the taker holds the
-        values in a form of its own, and `held` says how many bytes that is).
+    A module that prepares a form of its own of the values drops `tensor` and says in `held` how many bytes that is.
     """
 
     def __init__(
@@ -34,7 +33,6 @@ class Parameter:
         parts: Sequence[tuple[str, int]],
         width: tuple[int, ...],
         dtype: torch.dtype,
-        take: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:
         self.parts: list[Part] = []
         rows = 0
@@ -43,7 +41,6 @@ class Parameter:
             rows += count
         self.shape = (rows, *width)
         self.dtype = dtype
-        self.take = take
         self.tensor: Tensor | None = None
         self.held = 0
 
@@ -58,33 +55,48 @@ class Parameter:
             raise OddrankError(f"{self.name} is used before it was loaded.")
         return self.tensor
 
-    def finish(self, tensor: Tensor) -> None:
-        """Keep the filled tensor, or hand it to the taker."""
-        kept = tensor if self.take is None else self.take(tensor)
-        self.tensor = kept
-        if kept is not None:
-            self.held = kept.nbytes
+    def fill(self, tensor: Tensor) -> None:
+        """Take the loaded tensor."""
+        self.tensor, self.held = tensor, tensor.nbytes
 
 
 class Module:
     """Has parameters and modules as attributes, alone or in lists."""
 
-    def parameters(self) -> Iterator[Parameter]:
-        """Every parameter once, in the order of construction; a shared one at its first owner."""
+    def modules(self) -> "Iterator[Module]":
+        """Itself and every module in it, once, in the order of construction."""
         yield from self._walk(set())
 
-    def _walk(self, seen: set[int]) -> Iterator[Parameter]:
-        for value in vars(self).values():
-            for item in value if isinstance(value, list) else (value,):
-                if id(item) in seen:
-                    continue
-                if isinstance(item, Parameter):
+    def parameters(self) -> Iterator[Parameter]:
+        """Every parameter once; a shared one at its first owner."""
+        seen: set[int] = set()
+        for module in self.modules():
+            for item in _items(module):
+                if isinstance(item, Parameter) and id(item) not in seen:
                     seen.add(id(item))
                     yield item
-                elif isinstance(item, Module):
-                    seen.add(id(item))
-                    yield from item._walk(seen)
+
+    def prepare(self, threads: int) -> None:
+        """Bring this module's own loaded parameters into the form it computes with, if that is another.
+
+        threads: how many it will compute with. Called in a thread of a pool, where torch's count is not it.
+        """
+
+    def _walk(self, seen: set[int]) -> "Iterator[Module]":
+        seen.add(id(self))
+        yield self
+        for item in _items(self):
+            if isinstance(item, Module) and id(item) not in seen:
+                yield from item._walk(seen)
 
     def nbytes(self) -> int:
         """Bytes that the loaded parameters hold."""
         return sum(parameter.held for parameter in self.parameters())
+
+
+def _items(module: Module) -> Iterator[object]:
+    for value in vars(module).values():
+        if isinstance(value, list):
+            yield from value
+        else:
+            yield value

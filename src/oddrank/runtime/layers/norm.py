@@ -14,12 +14,14 @@ class RMSNorm(Module):
     Half-precision x is normalised in fp32 and rounded before the weight multiplies it, as transformers does.
     """
 
-    def __init__(self, name: str, width: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, width: int, eps: float, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         self.weight = Parameter([(f"{name}.weight", width)], (), dtype)
         self.eps = eps
         self.inverse_width = 1.0 / width
         wide = torch.float32 if dtype in _HALF else dtype
-        self._eps = torch.tensor(eps, dtype=wide)
+        self._eps = torch.tensor(eps, dtype=wide, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = self.weight.data

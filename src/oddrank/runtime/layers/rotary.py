@@ -34,7 +34,14 @@ class RotaryEmbedding:
     OddrankError for a rope_type that is not known.
     """
 
-    def __init__(self, rope: dict[str, Any], dim: int, max_positions: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        rope: dict[str, Any],
+        dim: int,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         kind = rope.get("rope_type", "default")
         if kind not in _FREQUENCIES:
             raise OddrankError(
@@ -42,7 +49,7 @@ class RotaryEmbedding:
                 f"Known: {', '.join(sorted(_FREQUENCIES))}."
             )
         self._frequencies, self._rope, self._dim = _FREQUENCIES[kind], rope, dim
-        self._max_positions, self._dtype = max_positions, dtype
+        self._max_positions, self._dtype, self._device = max_positions, dtype, torch.device(device)
         self.inv_freq, self._scaling = self._at(max_positions)
         self._dynamic = kind == "dynamic"
         self.limit = int(max_positions * rope["factor"]) if self._dynamic else max_positions
@@ -61,7 +68,8 @@ class RotaryEmbedding:
         return Rotary(cos.to(self._dtype)[:, None, :], sin.to(self._dtype)[:, None, :])
 
     def _at(self, length: int) -> tuple[Tensor, float]:
-        return self._frequencies(self._rope, self._dim, self._max_positions, length)
+        inv_freq, scaling = self._frequencies(self._rope, self._dim, self._max_positions, length)
+        return inv_freq.to(self._device), scaling
 
 
 Frequencies = Callable[[dict[str, Any], int, int, int], tuple[Tensor, float]]

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oddrank.runtime.layers.kernels import DenseFormat, WeightFormat
+from oddrank.runtime.layers.norm import RMSNorm
 from oddrank.runtime.models.config import ModelConfig
 from oddrank.runtime.parallel.group import Group
 from oddrank.runtime.precision import Precision
@@ -38,6 +39,10 @@ class Build:
     def format(self, name: str) -> WeightFormat:
         """How the linear layer `name` is stored."""
         return DenseFormat(self.precision)
+
+    def norm(self, name: str, width: int) -> RMSNorm:
+        """The RMS norm `name` over `width` channels, whole on every rank."""
+        return RMSNorm(name, width, self.config.eps, self.precision.activations, self.group.device)
 
     def owns(self, name: str, present: bool) -> bool | None:
         """Whether this rank adds the replicated term `name` to its sum; None where there is no such term."""

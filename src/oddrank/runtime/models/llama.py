@@ -16,7 +16,6 @@ from oddrank.runtime.layers.attention import Attention, HeadMap
 from oddrank.runtime.layers.kernels import Rows
 from oddrank.runtime.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from oddrank.runtime.layers.module import Module
-from oddrank.runtime.layers.norm import RMSNorm
 from oddrank.runtime.layers.rotary import Rotary, RotaryEmbedding
 from oddrank.runtime.layers.vocab import ParallelLMHead, VocabParallelEmbedding
 from oddrank.runtime.models.build import Build
@@ -48,8 +47,8 @@ class SelfAttention(Module):
             b.format(f"{at}.o_proj"), f"{at}.o_proj", c.hidden, q, b.group,
             bias_owner=b.owns(f"{at}.o_proj.bias", o_bias), dtype=dtype,
         )  # fmt: skip
-        self.q_norm = RMSNorm(f"{at}.q_norm", c.head_dim, c.eps, dtype) if qk_norm else None
-        self.k_norm = RMSNorm(f"{at}.k_norm", c.head_dim, c.eps, dtype) if qk_norm else None
+        self.q_norm = b.norm(f"{at}.q_norm", c.head_dim) if qk_norm else None
+        self.k_norm = b.norm(f"{at}.k_norm", c.head_dim) if qk_norm else None
         heads = HeadMap(b.slice.partner("q_heads"), self.kv_heads, b.group.device)
         self.attention = Attention(heads, layer, c.head_dim**-0.5, c.windows[layer])
 
@@ -92,12 +91,10 @@ class GatedMLP(Module):
 
 class Block(Module):
     def __init__(self, b: Build, layer: int, attention: SelfAttention, mlp: GatedMLP) -> None:
-        at, dtype = f"{b.prefix}layers.{layer}", b.precision.activations
-        self.input_layernorm = RMSNorm(f"{at}.input_layernorm", b.config.hidden, b.config.eps, dtype)
+        at = f"{b.prefix}layers.{layer}"
+        self.input_layernorm = b.norm(f"{at}.input_layernorm", b.config.hidden)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(
-            f"{at}.post_attention_layernorm", b.config.hidden, b.config.eps, dtype
-        )
+        self.post_attention_layernorm = b.norm(f"{at}.post_attention_layernorm", b.config.hidden)
         self.mlp = mlp
 
     def __call__(self, h: Tensor, rotary: Rotary, step: Step, cache: KVCache) -> Tensor:
@@ -119,12 +116,14 @@ class Llama(Module):
             f"{b.prefix}embed_tokens", b.slice.source("vocab"), c.hidden, b.group, b.precision
         )
         self.layers = [Block(b, i, self.attention(b, i), self.mlp(b, i)) for i in range(c.layers)]
-        self.norm = RMSNorm(f"{b.prefix}norm", c.hidden, c.eps, b.precision.activations)
+        self.norm = b.norm(f"{b.prefix}norm", c.hidden)
         self.lm_head = ParallelLMHead(
             "lm_head", b.slice.source("vocab"), c.hidden, c.vocab, b.format("lm_head"), b.group, b.precision,
             tied=self.embed_tokens if c.tied else None,
         )  # fmt: skip
-        self.rotary = RotaryEmbedding(c.rope, c.head_dim, c.max_positions, b.precision.activations)
+        self.rotary = RotaryEmbedding(
+            c.rope, c.head_dim, c.max_positions, b.precision.activations, b.group.device
+        )
 
     def attention(self, b: Build, layer: int) -> SelfAttention:
         return SelfAttention(b, layer, qkv_bias=b.config.attention_bias, o_bias=b.config.attention_bias)

@@ -1,5 +1,6 @@
 """Starting the rank processes and watching over them. Imports no torch: only the ranks pay for that."""
 
+import contextlib
 import os
 import pickle
 import queue
@@ -108,8 +109,9 @@ class Ranks:
             theirs.close()
         self._processes.append(process)
         self._lines.append(ours)
-        ours.send_bytes(pickle.dumps(sys.path))
-        ours.send_bytes(pickle.dumps(start))
+        with contextlib.suppress(OSError):  # one that dies at once: the watcher will say how
+            ours.send_bytes(pickle.dumps(sys.path))
+            ours.send_bytes(pickle.dumps(start))
 
     # For the caller -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,116 @@
+"""`oddrank generate`: text from the runtime, one process per rank."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import msgspec
+
+from oddrank.cli.options import Sizes, plan_for, planning
+from oddrank.errors import OddrankError
+
+
+@click.command("generate", short_help="Generate text with the runtime, one process per rank")
+@click.argument("model", type=click.Path())
+@click.option("--tp", "sizes", type=Sizes(), required=True, help="Ranks.")
+@click.option("--prompt", "prompts", multiple=True, required=True, help="Text to continue; repeatable (a batch).")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens at most.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0: all tokens.")
+@click.option("--seed", type=int, help="For sampling; the same seed gives the same text at any TP size.")
+@click.option("--chat", is_flag=True, help="Put each prompt in the model's chat template, as a user's message.")
+@click.option(
+    "--dtype", type=click.Choice(("bf16", "fp16", "fp32", "fp64")), help="Compute in; by default what the config says."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of each rank; by default its share of the cores.")
+@planning("runtime")
+@click.option("--run-tp", type=Sizes(), help="Run a plan for --tp ranks on this many instead.")
+@click.option("--plan", "plan_file", type=click.Path(), help="Use a plan saved by `oddrank plan --json`.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: text, token_ids, tp, seconds, tokens_per_second.")
+def command(
+    model: str,
+    sizes: list[int],
+    prompts: tuple[str, ...],
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int | None,
+    chat: bool,
+    dtype: str | None,
+    threads: int | None,
+    executor: str,
+    layout: str,
+    context: int,
+    constraints: tuple[str, ...],
+    run_tp: list[int] | None,
+    plan_file: str | None,
+    as_json: bool,
+) -> None:
+    """Generate text from MODEL on N ranks of this machine, each holding only its slice.
+
+    The model is planned and the plan proven first; see `oddrank plan`.
+    """
+    plan = plan_for(
+        model,
+        sizes[0],
+        executor=executor,
+        layout=layout,
+        context=context,
+        constraints=constraints,
+        run_tp=run_tp,
+        plan_file=plan_file,
+    )
+    try:
+        from oddrank.runtime.generate import generate
+        from oddrank.runtime.request import Sampling
+    except ModuleNotFoundError as error:
+        raise OddrankError(
+            f"oddrank generate needs {error.name}, which is not installed: pip install 'oddrank[runtime]'."
+        ) from None
+    live = not as_json and len(prompts) == 1
+
+    def show(index: int, piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    result = generate(
+        model,
+        plan,
+        list(prompts),
+        Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed),
+        chat=chat,
+        on_text=show if live else None,
+        dtype=dtype,
+        threads=threads,
+    )
+    first = result.outputs[0]
+    if as_json:
+        report = {
+            "text": first.text,
+            "token_ids": first.token_ids,
+            "finish": first.finish,
+            "tp": result.tp,
+            "layout": plan.kind,
+            "dtype": result.dtype,
+            "seconds": result.seconds,
+            "tokens_per_second": result.tokens_per_second,
+            "load_seconds": result.load_seconds,
+            "outputs": result.outputs,
+            "timings": result.timings,
+            "ranks": result.ranks,
+        }
+        click.echo(msgspec.json.encode(report))
+        return
+    if live:
+        click.echo()
+    else:
+        for prompt, output in zip(prompts, result.outputs, strict=True):
+            click.echo(f"--- {prompt}\n{output.text}")
+    click.echo(
+        f"TP={result.tp} {plan.kind}, {result.dtype}: {sum(len(o.token_ids) for o in result.outputs)} tokens, "
+        f"{result.tokens_per_second:.1f} tokens/s, loaded in {result.load_seconds:.1f} s",
+        err=True,
+    )

@@ -1,0 +1,120 @@
+"""`oddrank verify`: logits at TP=N against transformers on the original."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from oddrank.cli.options import Sizes, plan_for
+from oddrank.errors import CheckFailedError, OddrankError
+from oddrank.layout.solver import DEFAULT_CONTEXT
+
+if TYPE_CHECKING:
+    from oddrank.verify.verify import Verdict
+
+
+@click.command("verify", short_help="Compare logits with transformers on the original")
+@click.argument("model", type=click.Path())
+@click.option("--tp", "sizes", type=Sizes(), required=True, help="Ranks.")
+@click.option(
+    "--dtype",
+    type=click.Choice(("fp32", "fp64", "bf16", "fp16")),
+    default="fp32",
+    show_default=True,
+    help="Compute all sides in this.",
+)
+@click.option("--prompt", "prompts", multiple=True, help="Texts to compare on; by default three fixed ones.")
+@click.option(
+    "--only", type=click.Choice(("runtime", "padded")), help="Verify only the runtime, or only the padded checkpoint."
+)
+@click.option("--layout", type=click.Choice(("auto", "ragged", "pad", "replicate")), default="auto", show_default=True)
+@click.option("--constraint", "constraints", multiple=True, metavar="K=V", help="As for `oddrank plan`.")
+@click.option("--run-tp", type=Sizes(), help="Run the plans for --tp ranks on this many instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    model: str,
+    sizes: list[int],
+    dtype: str,
+    prompts: tuple[str, ...],
+    only: str | None,
+    layout: str,
+    constraints: tuple[str, ...],
+    run_tp: list[int] | None,
+    as_json: bool,
+) -> None:
+    """Compare MODEL at N ranks with transformers on the original checkpoint.
+
+    Two things are compared, position by position over all logits: oddrank's runtime with one process per rank, and
+    the padded checkpoint in plain transformers. Exit code 1 beyond tolerance.
+    """
+    from oddrank.checkpoint import Checkpoint
+    from oddrank.planner import study
+
+    if layout == "ragged" and only == "padded":
+        raise OddrankError("a ragged layout has no padded checkpoint; choose --layout pad, replicate or auto.")
+    vocab = study(Checkpoint.open(model)).model.axis("vocab").count
+    plans = {}
+    for what, executor in (("runtime", "runtime"), ("padded", "vllm")):
+        if only in (None, what) and not (layout == "ragged" and what == "padded"):
+            plans[what] = plan_for(
+                model,
+                sizes[0],
+                executor=executor,
+                layout=layout,
+                context=DEFAULT_CONTEXT,
+                constraints=constraints,
+                run_tp=run_tp,
+            )
+    try:
+        from oddrank.verify.oracle import default_prompts, transformers_logits
+        from oddrank.verify.verify import verify_padded, verify_runtime
+
+        if prompts:
+            from pathlib import Path
+
+            from oddrank.runtime.generate import encode, load_tokenizer
+
+            tokenizer = load_tokenizer(Path(model))
+            ids = [encode(tokenizer, p) for p in prompts]
+        else:
+            ids = default_prompts(model, vocab)
+        reference = transformers_logits(model, ids, dtype)
+    except ModuleNotFoundError as error:
+        raise OddrankError(
+            f"oddrank verify needs {error.name}, which is not installed: pip install 'oddrank[runtime,verify]'."
+        ) from None
+    verdicts: list[Verdict] = []
+    if "runtime" in plans:
+        verdicts.append(verify_runtime(model, plans["runtime"], ids, reference, dtype))
+    if "padded" in plans:
+        verdicts.append(verify_padded(model, plans["padded"], ids, reference, dtype))
+    ok = all(v.ok for v in verdicts)
+    if as_json:
+        click.echo(msgspec.json.encode({"ok": ok, "dtype": dtype, "tp": sizes[0], "verdicts": verdicts}))
+    else:
+        for v in verdicts:
+            click.echo(_line(v))
+    if not ok:
+        worst = max(verdicts, key=lambda v: v.comparison.max_rel / v.tolerance)
+        raise CheckFailedError(
+            f"{worst.what} at TP={worst.tp} differs from transformers by {worst.comparison.max_rel:.2e} of the largest "
+            f"logit; {dtype} allows {worst.tolerance:.0e}."
+        )
+
+
+def _line(v: Verdict) -> str:
+    c = v.comparison
+    text = (
+        f"{'same' if v.ok else 'DIFFERENT':<9} {v.what} TP={v.tp} ({v.layout}): max |difference| {c.max_abs:.2e}, "
+        f"relative {c.max_rel:.2e} (allowed {v.tolerance:.0e}), KL {c.kl_max:.1e}, greedy agreement "
+        f"{c.greedy_agreement:.1%} of {c.positions}"
+    )
+    if c.first_divergence is not None:
+        d = c.first_divergence
+        text += (
+            f"; first divergence in prompt {d.prompt} at position {d.position}: {d.reference_token} against "
+            f"{d.other_token}, margin {d.margin:.2e}"
+        )
+    return text

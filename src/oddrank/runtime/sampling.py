@@ -1,0 +1,34 @@
+"""Choosing a token from logits."""
+
+import torch
+from torch import Tensor
+
+from oddrank.runtime.request import Sampling
+
+
+class Sampler:
+    """Chooses one sequence's tokens. Ranks that see the same logits choose the same tokens."""
+
+    def __init__(self, sampling: Sampling, seed: int) -> None:
+        self.sampling = sampling
+        self._generator: torch.Generator | None = None
+        if sampling.temperature > 0:
+            self._generator = torch.Generator()
+            self._generator.manual_seed(seed % (1 << 63))
+
+    def __call__(self, logits: Tensor) -> int:
+        """logits [vocab] of one position, any float type."""
+        if self._generator is None:
+            return int(logits.argmax())
+        scores = logits.double().cpu() / self.sampling.temperature
+        order: Tensor | None = None
+        if 0 < self.sampling.top_k < len(scores):
+            scores, order = scores.topk(self.sampling.top_k)
+        elif self.sampling.top_p < 1:
+            scores, order = scores.sort(descending=True, stable=True)
+        chances = scores.softmax(-1)
+        if self.sampling.top_p < 1:
+            before = chances.cumsum(-1) - chances
+            chances[before >= self.sampling.top_p] = 0  # the likeliest stays: nothing lies before it
+        at = int(torch.multinomial(chances, 1, generator=self._generator))
+        return at if order is None else int(order[at])

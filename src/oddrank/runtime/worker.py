@@ -1,0 +1,109 @@
+"""One rank of a running model: load the slice, then do what the launcher asks until it says stop."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from oddrank.checkpoint import Checkpoint
+from oddrank.layout.plan import Plan
+from oddrank.runtime.engine import Engine
+from oddrank.runtime.loader import load
+from oddrank.runtime.models import Llama, build_model
+from oddrank.runtime.models.llama import full_logits
+from oddrank.runtime.parallel.child import Link
+from oddrank.runtime.parallel.group import Group
+from oddrank.runtime.precision import Precision
+from oddrank.runtime.request import Completion, Loaded, Sampling, Timings
+from oddrank.transform.slice import RankSlice
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What every rank is started with. plan: `Plan.to_json`. eos: tokens that end a sequence."""
+
+    model: str
+    plan: bytes
+    dtype: str
+    eos: tuple[int, ...]
+    slots: int
+    chunk: int
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    prompts: list[list[int]]
+    sampling: Sampling
+    stream: bool
+
+
+class LogitsRequest(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+
+
+class Token(msgspec.Struct, frozen=True):
+    """Prompt `index` goes on with `token`."""
+
+    index: int
+    token: int
+
+
+class Generated(msgspec.Struct, frozen=True):
+    completions: list[Completion]
+    timings: Timings
+
+
+def load_rank(
+    plan: Plan, checkpoint: Checkpoint, group: Group, precision: Precision
+) -> tuple[Llama, Loaded]:
+    """Build this rank's model and copy its slice of `checkpoint` into it."""
+    part = RankSlice(plan, checkpoint, group.rank)
+    model = build_model(plan.model.family, checkpoint.config, part, group, precision)
+    return model, load(model, part, lambda name: checkpoint.release([name]), group.device)
+
+
+def serve(group: Group, link: Link, job: Job) -> Loaded:
+    """The target of a rank process. Tells the launcher `Loaded`, then answers requests; rank 0 sends the
+    answers. None ends it."""
+    plan = Plan.from_json(job.plan)
+    precision = Precision.of(job.dtype, group.device)
+    with Checkpoint.open(job.model) as checkpoint:
+        model, loaded = load_rank(plan, checkpoint, group, precision)
+    link.send(loaded)
+    engine = Engine(model, job.eos, slots=job.slots, chunk=job.chunk)
+    while True:
+        request = link.receive()
+        if request is None:
+            return loaded
+        answer = _answer(engine, request, link if group.rank == 0 else None)
+        if group.rank == 0:
+            link.send(answer)
+
+
+def _answer(engine: Engine, request: Any, line: Link | None) -> Any:
+    if isinstance(request, LogitsRequest):
+        return full_logits(engine.model, request.token_ids).cpu().numpy()
+    assert isinstance(request, GenerateRequest)
+    on_token = None
+    if request.stream and line is not None:
+        send = line.send
+
+        def on_token(index: int, token: int) -> None:
+            send(Token(index, token))
+
+    return Generated(engine.generate(request.prompts, request.sampling, on_token), engine.timings)
+
+
+def local_logits(
+    plan: Plan, checkpoint: Checkpoint, token_ids: Sequence[int], dtype: str
+) -> Tensor:
+    """Logits [tokens, vocab] of one sequence, all ranks in this process, in lockstep."""
+    from oddrank.runtime.parallel.local import LocalGroup
+
+    def rank(group: Group) -> Tensor:
+        model, _ = load_rank(plan, checkpoint, group, Precision.of(dtype, group.device))
+        return full_logits(model, list(token_ids))
+
+    with torch.inference_mode():
+        return LocalGroup.run(plan.tp, rank)[0]
+
