@@ -1,4 +1,5 @@
-"""The hybrid decoder of Qwen3.5 / 3.6 / 3.8: three gated delta net layers to one of gated attention; a dense MLP or a mixture of experts.
+"""The hybrid decoder of Qwen3.5 / 3.6 / 3.8: three gated delta net layers to one of gated attention, with a dense MLP
+or a mixture of experts.
 
 Text-only checkpoints and those wrapped with a vision tower; an MTP layer (a draft layer of the same kind, behind
 `fc` [hidden, 2 hidden]) completely or not at all. Layer norms are (1 + w), which no layout touches.
@@ -21,7 +22,6 @@ from oddrank.families.gated_delta import (
     vision_tower,
 )
 from oddrank.geometry import Axis, KVCache, Model, Pair, Role, Whole
-
 
 PREFIXES = ("model.language_model.", "model.", "language_model.model.", "")
 

@@ -1,9 +1,9 @@
 """How a logical matrix [..., N, K] is stored: its stored tensors, what one stored entry covers, what means zero.
 
 A format is one file in this folder with a module-level `candidates(quantization)` that lists the forms it may take
-under a checkpoint's quantization config. It moves no bytes and decodes none: entries are copied as raw words, so all
-a plan needs is each entry's footprint and the words that keep a dummy silent. Which form a tensor has is found by what
-is stored; the config is only checked against it.
+under a checkpoint's quantization config, and, where those have parameters, `named(name)`. It moves no bytes and decodes
+none: entries are copied as raw words, so all a plan needs is each entry's footprint and the words that keep a dummy
+silent. Which form a tensor has is found by what is stored; the config is only checked against it.
 """
 
 from __future__ import annotations
@@ -77,10 +77,32 @@ def _modules() -> tuple[ModuleType, ...]:
     return tuple(m for m in found if hasattr(m, "candidates"))
 
 
-def formats(quantization: dict[str, Any] | None = None) -> dict[str, Format]:
-    """Every form a tensor may be stored in under a checkpoint's `quantization_config`, by name, dense first."""
-    made = [f for module in _modules() for f in module.candidates(quantization or {})]
+@cache
+def formats() -> dict[str, Format]:
+    """Every format with its usual parameters, by name, dense first."""
+    made = [f for module in _modules() for f in module.candidates({})]
     return {f.name: f for f in sorted(made, key=lambda f: not f.for_vectors)}
+
+
+def candidates(quantization: dict[str, Any] | None) -> list[Format]:
+    """The forms a tensor may be stored in under a checkpoint's `quantization_config`, dense first."""
+    found = dict(formats())
+    for module in _modules() if quantization else ():
+        found |= {f.name: f for f in module.candidates(quantization) if f.name not in found}
+    return list(found.values())
+
+
+def format_named(name: str) -> Format:
+    """The format of a plan's use. A parameter other than the usual is part of the name (`fp8-block-64x64`).
+    KeyError for a name no format has."""
+    known = formats()
+    if name in known:
+        return known[name]
+    for module in _modules():
+        made: Format | None = module.named(name) if hasattr(module, "named") else None
+        if made is not None:
+            return made
+    raise KeyError(name)
 
 
 def stem(dense_name: str) -> str:

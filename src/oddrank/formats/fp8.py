@@ -5,6 +5,7 @@ Every dialect multiplies: weight = value * scale. Names and shapes: Hugging Face
 the tensor and is never cut. Source: transformers 5.24 (finegrained_fp8), compressed-tensors 0.20.
 """
 
+import re
 from typing import Any
 
 from oddrank.formats.base import FLOATS, Format, Stored
@@ -35,14 +36,30 @@ def block_size(quantization: dict[str, Any]) -> tuple[int, int]:
     return 128, 128
 
 
-def candidates(quantization: dict[str, Any]) -> tuple[Format, ...]:
-    block = block_size(quantization)
+def _blocked(block: tuple[int, int]) -> tuple[Format, Format]:
+    size = "" if block == (128, 128) else f"-{block[0]}x{block[1]}"
     return (
-        Format("fp8-block", (_VALUES, _scale(".weight_scale_inv", block, "nk"), *_SCALARS)),
+        Format(f"fp8-block{size}", (_VALUES, _scale(".weight_scale_inv", block, "nk"), *_SCALARS)),
+        Format(f"fp8-block-ct{size}", (_VALUES, _scale(".weight_scale", block, "nk"), *_ONES)),
+    )
+
+
+def named(name: str) -> Format | None:
+    """A block form with another block than 128 x 128."""
+    match = re.fullmatch(r"fp8-block(-ct)?-([1-9]\d{0,5})x([1-9]\d{0,5})", name)
+    if match is None:
+        return None
+    return _blocked((int(match[2]), int(match[3])))[1 if match[1] else 0]
+
+
+def candidates(quantization: dict[str, Any]) -> tuple[Format, ...]:
+    plain, compressed = _blocked(block_size(quantization))
+    return (
+        plain,
         Format("fp8-channel", (_VALUES, _scale(".weight_scale", (1, 0), "nk"), *_ONES)),
         Format("fp8-channel-1d", (_VALUES, _scale(".weight_scale", (1, 0), "n"), *_SCALARS)),
         Format("fp8-tensor", (_VALUES, _scale(".weight_scale", (0, 0), "scalar"), *_SCALARS)),
         Format("fp8-tensor-ct", (_VALUES, _scale(".weight_scale", (0, 0), "one"), *_ONES)),
         # after the channel forms: a matrix of one block column has the shape of neither
-        Format("fp8-block-ct", (_VALUES, _scale(".weight_scale", block, "nk"), *_ONES)),
+        compressed,
     )

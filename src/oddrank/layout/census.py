@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from oddrank.formats import Format, formats
+from oddrank.formats import Format, candidates, format_named, formats
 from oddrank.formats.base import Stored, stem
 from oddrank.geometry import Model, Role
 from oddrank.layout.index import entries
@@ -31,12 +31,12 @@ class TensorLike(Protocol):
 class Use(msgspec.Struct, frozen=True):
     """Instances of one role that are stored alike.
 
-    role: position in `Model.roles`. dtypes: one per stored tensor of the format, None where an optional one is
-    absent. instances: positions among `Role.instances()`, None = all of them. count: how many.
+    role: position in `Model.roles`. format: its name, see formats.format_named. dtypes: one per stored tensor of the
+    format, None where an optional one is absent. instances: positions among `Role.instances()`, None = all of them. count: how many.
     """
 
     role: int
-    format: Format
+    format: str
     dtypes: tuple[str | None, ...]
     count: int
     instances: tuple[int, ...] | None = None
@@ -66,6 +66,13 @@ class Part(NamedTuple):
     stored: Stored
     dims: tuple[int, ...]
     blocks: tuple[int, ...]
+
+
+def use_parts(model: Model, use: Use) -> Iterator[tuple[Part, str]]:
+    """(stored tensor, dtype) of what a use stores."""
+    for part, dtype in zip(parts(model.roles[use.role], format_named(use.format)), use.dtypes, strict=True):
+        if dtype is not None:
+            yield part, dtype
 
 
 def parts(role: Role, fmt: Format) -> tuple[Part, ...]:
@@ -126,7 +133,7 @@ def take_census(
     quantization: the checkpoint's quantization_config, which only gives formats their parameters (block sizes).
     """
     stock = model.stock()
-    every = list(formats(quantization).values())
+    every = candidates(quantization)
     absent, unused = _absent(model, tensors)
     seen: set[str] = set()
     aliased: list[str] = []
@@ -160,7 +167,7 @@ def take_census(
         for (place, dtypes), numbers in groups.items():
             whole = len(numbers) == role.count()
             uses.append(
-                Use(position, forms[place].format, dtypes, len(numbers), None if whole else tuple(numbers))
+                Use(position, forms[place].format.name, dtypes, len(numbers), None if whole else tuple(numbers))
             )
     left = [name for name in tensors if name not in seen]
     pattern = re.compile("|".join(model.ignored) or r"(?!)")

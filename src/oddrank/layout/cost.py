@@ -9,7 +9,7 @@ import msgspec
 
 from oddrank.checkpoint.dtypes import nbytes
 from oddrank.geometry import Model
-from oddrank.layout.census import Use, parts, stored_shape
+from oddrank.layout.census import Use, stored_shape, use_parts
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -40,9 +40,8 @@ def weight_bytes(
         if axes is not None and not axes & role.axes():
             continue
         logical = tuple(d.size(counts) for d in role.dims)
-        for part, dtype in zip(parts(role, use.format), use.dtypes, strict=True):
-            if dtype is not None:
-                total += use.count * nbytes(dtype, stored_shape(logical, part))
+        for part, dtype in use_parts(model, use):
+            total += use.count * nbytes(dtype, stored_shape(logical, part))
     return total
 
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from oddrank.errors import OddrankError
-from oddrank.formats import fill_word
+from oddrank.formats import fill_word, format_named
 from oddrank.geometry import Groups
 from oddrank.layout.census import Census
 from oddrank.layout.cost import kv_bytes_per_layer
@@ -173,7 +173,7 @@ def silence(plan: Plan) -> str:
         if axis.kind == "experts":
             raise _FoundError("experts cannot be padded: the router would choose a dummy expert.")
     for use in plan.uses:
-        fmt = use.format
+        fmt = format_named(use.format)
         if fmt.stored[0].row_fill != fmt.zero_word or fmt.stored[0].column_fill != fmt.zero_word:
             raise _FoundError(f"format {fmt.name}: the fill of its values is not its word for zero.")
         for stored, dtype in zip(fmt.stored, use.dtypes, strict=True):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from oddrank.geometry import Dim, Model, Role, Slots
-from oddrank.layout.census import Part, Use, parts
+from oddrank.layout.census import Part, Use, use_parts
 from oddrank.layout.index import StorageError, logical_index, stored_index
 
 
@@ -16,10 +16,10 @@ def sharded_dims(
     """(role, stored tensor, dim, block) of every sharded dimension; with `axes`, only theirs."""
     for use in uses:
         role = model.roles[use.role]
-        for part, dtype in zip(parts(role, use.format), use.dtypes, strict=True):
+        for part, _ in use_parts(model, use):
             for d, block in zip(part.dims, part.blocks, strict=True):
                 touched = {name for name, _ in role.dims[d].axes()}
-                if dtype is not None and touched and (axes is None or touched & axes):
+                if touched and (axes is None or touched & axes):
                     yield role, part, role.dims[d], block
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from oddrank.checkpoint.dtypes import BITS
-from oddrank.formats import formats
+from oddrank.formats import format_named
 from oddrank.geometry import Along, Concat, Dim, Groups, Model, Whole
 from oddrank.layout.census import Use
 from oddrank.layout.executors import EXECUTORS
@@ -106,12 +106,19 @@ def _dim(dim: Dim, stock: dict[str, int], where: str) -> Iterator[str]:
 
 
 def _use(model: Model, use: Use) -> Iterator[str]:
-    if not 0 <= use.role < len(model.roles) or use.format not in formats():
+    try:
+        stored = format_named(use.format).stored
+    except KeyError:
+        stored = ()
+    if not 0 <= use.role < len(model.roles) or not stored:
         yield f"a use of role {use.role} in format {use.format} is unknown"
         return
-    role, stored = model.roles[use.role], formats()[use.format].stored
-    if len(use.dtypes) != len(stored) or not all(d in BITS for d in use.dtypes):
-        yield f"{role.name} in format {use.format} has dtypes {', '.join(use.dtypes) or 'none'}"
+    role = model.roles[use.role]
+    fits = len(use.dtypes) == len(stored) and all(
+        d in BITS if d is not None else st.optional for d, st in zip(use.dtypes, stored, strict=True)
+    )
+    if not fits:
+        yield f"{role.name} in format {use.format} has dtypes {', '.join(map(str, use.dtypes)) or 'none'}"
     numbers = range(role.count()) if use.instances is None else use.instances
     if use.count != len(numbers) or not all(0 <= n < role.count() for n in numbers):
         yield f"{role.name} has {role.count()} instances; a use of it counts {use.count}"

@@ -17,7 +17,7 @@ from oddrank.checkpoint.dtypes import STORAGE
 from oddrank.formats.base import fill_word, stem
 from oddrank.geometry import Slots
 from oddrank.geometry.dims import IntArray
-from oddrank.layout.census import parts, stored_shape, use_instances
+from oddrank.layout.census import stored_shape, use_instances, use_parts
 from oddrank.layout.index import logical_index, stored_index
 from oddrank.layout.plan import Plan
 
@@ -65,9 +65,7 @@ def recipes(plan: Plan, slots: Slots) -> Iterator[tuple[str, Recipe]]:
         role = plan.model.roles[use.role]
         source_logical = tuple(d.size(stock) for d in role.dims)
         made_parts = []
-        for part, dtype in zip(parts(role, use.format), use.dtypes, strict=True):
-            if dtype is None:
-                continue
+        for part, dtype in use_parts(plan.model, use):
             spans = []
             for d, block in zip(part.dims, part.blocks, strict=True):
                 key = (role.dims[d], block, part.stored.shared)
