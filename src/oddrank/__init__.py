@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from oddrank.planner import Planned, make_plan
     from oddrank.transform.pad import pad
     from oddrank.transform.slice import RankSlice, rank_slice
+    from oddrank.transform.stream import Stream, stream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,10 +22,12 @@ __all__ = [
     "Plan",
     "Planned",
     "RankSlice",
+    "Stream",
     "__version__",
     "make_plan",
     "pad",
     "rank_slice",
+    "stream",
 ]
 
 _HOMES = {
@@ -35,6 +38,8 @@ _HOMES = {
     "pad": "oddrank.transform.pad",
     "RankSlice": "oddrank.transform.slice",
     "rank_slice": "oddrank.transform.slice",
+    "Stream": "oddrank.transform.stream",
+    "stream": "oddrank.transform.stream",
 }
 
 

@@ -1,0 +1,135 @@
+"""The virtual checkpoint as a stream: wrap whatever an engine iterates over while it loads, rewrite nothing on disk.
+
+Tensors come out as they came in, numpy or torch, unchanged ones as the very object. A tally per role is kept and, at
+the end, compared with what the config implies, so that a loader that skipped or repeated something is noticed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from oddrank.errors import OddrankError
+from oddrank.layout.census import use_instances, use_parts
+from oddrank.layout.plan import Plan
+from oddrank.transform.recipe import Recipe, Words, materialize, recipes
+
+T = TypeVar("T")
+
+
+class Tally(msgspec.Struct):
+    """What has passed of one stored tensor of one role: how many, of which shape before and after."""
+
+    role: str
+    expected: int
+    source_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    count: int = 0
+
+
+class Stream(Iterable[tuple[str, T]]):
+    """An iterator over (name, tensor) of the virtual checkpoint, with its tally.
+
+    Raises OddrankError for a tensor whose shape is not the one the plan was made for, and, when the source is
+    exhausted, where the tally is not complete (a warning instead with coverage="warn").
+    """
+
+    def __init__(self, plan: Plan, tensors: Iterable[tuple[str, T]], coverage: Literal["strict", "warn"]) -> None:
+        self.plan, self._tensors, self._coverage = plan, tensors, coverage
+        self._recipes: dict[str, tuple[Recipe, Tally]] = {}
+        self.tallies: list[Tally] = []
+        made = recipes(plan, plan.virtual())
+        by_name = dict(made)
+        for use in plan.uses:
+            role = plan.model.roles[use.role]
+            for part, _ in use_parts(plan.model, use):
+                names = [_stem(n) + part.suffix for n in use_instances(plan.model, use)]
+                recipe = by_name[names[0]]
+                tally = Tally(_stem(role.name) + part.suffix, len(names), recipe.source_shape, recipe.shape)
+                self.tallies.append(tally)
+                self._recipes.update((n, (by_name[n], tally)) for n in names)
+
+    def __iter__(self) -> Iterator[tuple[str, T]]:
+        seen: set[str] = set()
+        for name, tensor in self._tensors:
+            known = self._recipes.get(name)
+            if known is None:
+                # something the family accounts for without a role, or another part of a bigger model
+                yield name, tensor
+                continue
+            recipe, tally = known
+            shape = tuple(getattr(tensor, "shape", ()))
+            if shape != recipe.source_shape:
+                raise OddrankError(
+                    f"{name} comes as {list(shape)}; the plan was made for {list(recipe.source_shape)}. The stream must "
+                    "be of the checkpoint that was planned, as stored."
+                )
+            if name in seen:
+                self._complain(f"{name} came twice.")
+            seen.add(name)
+            tally.count += 1
+            yield name, (tensor if recipe.unchanged else transformed(recipe, tensor))
+        self.finish()
+
+    def finish(self) -> None:
+        """Compare the tally with what the config implies."""
+        wrong = [f"{t.role}: {t.count} of {t.expected}" for t in self.tallies if t.count != t.expected]
+        if wrong:
+            more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+            self._complain(f"the stream ended without all tensors that the config implies: {'; '.join(wrong[:5])}{more}.")
+
+    def _complain(self, message: str) -> None:
+        if self._coverage == "strict":
+            raise OddrankError(message)
+        warnings.warn(message, stacklevel=3)
+
+
+def stream(
+    plan: Plan | None, tensors: Iterable[tuple[str, T]], *, coverage: Literal["strict", "warn"] = "strict"
+) -> Iterable[tuple[str, T]]:
+    """The virtual checkpoint of `plan`, lazily, from any iterable of (name, numpy array or torch tensor).
+
+    Without a plan, or with one that changes nothing, it returns `tensors` itself. See `Stream` for the errors.
+    """
+    if plan is None or plan.is_identity():
+        return tensors
+    if not plan.executor_facts().equal_ranks:
+        raise OddrankError(
+            f"a plan for the {plan.executor} executor has no virtual checkpoint to stream; plan with --executor vllm."
+        )
+    return Stream(plan, tensors, coverage)
+
+
+def transformed(recipe: Recipe, tensor: Any) -> Any:
+    """A changed tensor as a new one of the same kind (numpy array, torch tensor on the CPU) and dtype."""
+    if isinstance(tensor, np.ndarray):
+        words = np.ascontiguousarray(tensor).view(_words(tensor.dtype.itemsize))
+        return materialize(recipe, words).view(tensor.dtype)
+    torch = _torch_of(tensor)
+    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    source: Words = tensor.detach().contiguous().view(carrier).numpy().view(_words(tensor.element_size()))
+    out = materialize(recipe, source)
+    return torch.from_numpy(out.view(f"i{tensor.element_size()}" if tensor.element_size() > 1 else "u1")).view(
+        tensor.dtype
+    )
+
+
+def _words(itemsize: int) -> np.dtype[Any]:
+    return np.dtype(f"<u{itemsize}")
+
+
+def _torch_of(tensor: Any) -> Any:
+    """torch, without importing it for those who only pass numpy arrays."""
+    if type(tensor).__module__.partition(".")[0] != "torch" and not hasattr(tensor, "element_size"):
+        raise TypeError(f"a stream carries numpy arrays or torch tensors, not {type(tensor).__name__}")
+    import torch
+
+    return torch
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".weight")
