@@ -41,7 +41,8 @@ def to_e4m3(x: Floats) -> Words:
     normal = (rounded.astype(np.int32) - ((127 - 7) << 3)).astype(np.uint8)
     small = np.rint(size * np.float32(512)).astype(np.uint8)
     code = np.where(size < np.float32(2**-6), small, normal)
-    return code | (np.signbit(x).astype(np.uint8) << np.uint8(7))
+    words: Words = code | (np.signbit(x).astype(np.uint8) << np.uint8(7))
+    return words
 
 
 def _e4m3_values() -> Floats:
@@ -78,7 +79,8 @@ def to_e2m1(x: Floats) -> Words:
 
 def pack_e2m1(codes: Words) -> Words:
     """Two codes a byte along the last dimension: the low nibble is the even column."""
-    return codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
+    words: Words = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
+    return words
 
 
 def from_packed_e2m1(words: Words) -> Floats:

@@ -31,7 +31,7 @@ BLOCK = 128
 """Side of an fp8 scale block."""
 
 _TINY = np.float32(1e-30)
-"""Added to no number: the least amax a scale is made of, so that an all-zero block has a scale that is not zero."""
+"""The least amax a scale is made of, so that an all-zero block has a scale that is not zero."""
 
 
 class Part(NamedTuple):
@@ -87,7 +87,9 @@ def _block_scheme(name: str, suffix: str) -> Scheme:
 
 
 def _row_scale(x: Floats) -> Floats:
-    return np.maximum(np.abs(x).max(axis=1, keepdims=True), _TINY) / np.float32(E4M3_MAX)
+    amax = np.abs(x).max(axis=1, keepdims=True)
+    scale: Floats = np.maximum(amax, _TINY) / np.float32(E4M3_MAX)
+    return scale
 
 
 def _encode_channel(x: Floats, bound: float) -> tuple[Words | None, ...]:

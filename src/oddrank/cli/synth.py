@@ -1,0 +1,63 @@
+"""`oddrank synth`: a checkpoint with a published model's geometry and random values."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command("synth", short_help="Write a checkpoint with a published model's geometry and random values")
+@click.argument("family")
+@click.argument("out", type=click.Path())
+@click.option("--format", "format_", default="bf16", show_default=True, metavar="F",
+              help="bf16, fp8-block, nvfp4-mixed (ModelOpt), nvfp4-ct or nvfp4-ct-block (compressed-tensors), mxfp4.")
+@click.option("--size", metavar="NAME", help="A published size (27B, 35B-A3B, ...) or tiny; the largest by default.")
+@click.option("--layers", type=click.IntRange(min=1), help="Layers, at most.  [default: 4; all with --headers-only]")
+@click.option("--experts", type=click.IntRange(min=1), help="Experts a layer, at most.  [default: 8; all likewise]")
+@click.option("--vocab", type=click.IntRange(min=8), help="Vocabulary, at most.  [default: 1024; all likewise]")
+@click.option("--full-vocab", is_flag=True, help="The whole vocabulary.")
+@click.option("--vision", is_flag=True, help="Inside a vision-language model, with its tower.")
+@click.option("--shards", type=click.IntRange(min=1), metavar="N",
+              help="Numbered weight files; otherwise as the format's releases have them.")
+@click.option("--headers-only", is_flag=True, help="Sparse files: whole headers, the weights a hole.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+def command(
+    family: str,
+    out: str,
+    format_: str,
+    size: str | None,
+    layers: int | None,
+    experts: int | None,
+    vocab: int | None,
+    full_vocab: bool,
+    vision: bool,
+    shards: int | None,
+    headers_only: bool,
+    seed: int,
+) -> None:
+    """Write a checkpoint of FAMILY (qwen3_5, qwen3_5_moe, dflash, llama, mistral, qwen2, qwen3) to the directory OUT.
+
+    Every layer has the published sizes and tensor names; there are fewer layers, experts and tokens, unless options
+    say otherwise. The values are random, seeded, and scaled so that the model runs.
+    """
+    from oddrank.checkpoint import Checkpoint
+    from oddrank.cli.tables import amount
+    from oddrank.errors import OddrankError
+    from oddrank.synth import describe_release, write_checkpoint, write_headers
+
+    if full_vocab and vocab is not None:
+        raise OddrankError("--full-vocab and --vocab contradict each other; give one.")
+    cut = not headers_only
+    release = describe_release(
+        family,
+        format_,
+        size=size,
+        layers=4 if layers is None and cut else layers,
+        experts=8 if experts is None and cut else experts,
+        vocab=1024 if vocab is None and cut and not full_vocab else vocab,
+        vision=vision,
+        seed=seed,
+    )
+    path = (write_headers if headers_only else write_checkpoint)(release, out, shards=shards)
+    made = Checkpoint.open(path)
+    size_of = sum(t.end - t.start for t in made.tensors.values())
+    click.echo(f"{path}: {len(made.tensors)} tensors in {len(made.files)} files, {amount(size_of)}")
