@@ -1,8 +1,9 @@
 """DFlash / DFlash2 drafters: a few Qwen3 layers over the target's hidden states, `fc` mixing several of them.
 
 Recognised by `dflash_config` in config.json, whatever `model_type` says. Embedding and head are the target's unless
-the checkpoint stores its own. Source: the reference implementation's module names (layers.N as in Qwen3, fc,
-hidden_norm, norm).
+the checkpoint stores its own. DFlash2 adds two convolutions a layer, over groups of the hidden stream's channels, and a
+selector of candidate tokens; neither touches an axis that is cut. Source: the reference implementation's module names
+(layers.N as in Qwen3, fc, hidden_norm, norm, candidate_selector) and a published DFlash2 header.
 """
 
 from __future__ import annotations
@@ -11,9 +12,43 @@ import msgspec
 
 from oddrank.checkpoint.config import ConfigView
 from oddrank.families.base import Family
-from oddrank.families.decoder import dense_decoder, linear, norm
+from oddrank.families.decoder import dense_decoder, layer_index, linear, norm
 from oddrank.families.gated_delta import in_group
-from oddrank.geometry import Model, Whole
+from oddrank.geometry import Model, Role, Whole
+
+
+def _replicated(name: str, *shape: int) -> Role:
+    return Role(f"{name}.weight", tuple(Whole(n) for n in shape), "replicated", matrix=True, work=1.0)
+
+
+def convolutions(c: ConfigView, draft: ConfigView, prefix: str, hidden: int) -> list[Role]:
+    """Per layer and sublayer a kernel [2, taps, hidden] and the projection of its dynamic part, 2 * taps per group."""
+    taps = draft.get_int("conv_kernel_size", 0, low=0)
+    if not taps:
+        return []
+    groups = hidden // draft.require_int("conv_group_size", low=1)
+    index, roles = layer_index(c), []
+    for conv in ("attention_conv", "mlp_conv"):
+        at = f"{prefix}layers.{{layer}}.{conv}"
+        projection = _replicated(f"{at}.kernel_projection", 2 * taps * groups, hidden)
+        roles += [
+            Role(f"{at}.base_kernel", (Whole(2), Whole(taps), Whole(hidden)), "replicated", index),
+            msgspec.structs.replace(projection, index=index),
+        ]
+    return roles
+
+
+def selector(c: ConfigView, draft: ConfigView, prefix: str, hidden: int) -> list[Role]:
+    """Two codebooks [vocab, rank], looked up by candidate token on every rank, so whole there."""
+    rank = draft.get_int("selector_rank", 0, low=0)
+    if not rank:
+        return []
+    at = f"{prefix}candidate_selector"
+    books = [
+        Role(f"{at}.{name}", (Whole(c.require_int("vocab_size")), Whole(rank)), "replicated", matrix=True)
+        for name in ("predecessor_codebook", "successor_codebook")
+    ]
+    return [_replicated(f"{at}.hidden_projection", rank, hidden), *books]
 
 
 def build(c: ConfigView, prefix: str) -> Model:
@@ -34,6 +69,8 @@ def build(c: ConfigView, prefix: str) -> Model:
         more=[
             *(msgspec.structs.replace(r, combine="replicated") for r in mixer),
             norm(f"{prefix}hidden_norm", hidden),
+            *(convolutions(c, draft, prefix, hidden) if draft is not None else ()),
+            *(selector(c, draft, prefix, hidden) if draft is not None else ()),
         ],
     )
     # the vocabulary's tensors are optional: the drafter shares the target's
