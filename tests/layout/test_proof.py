@@ -357,7 +357,7 @@ def _scaled(name: str = "scaled", **scale: int) -> Format:
         name,
         stored=(
             Stored(".weight", ("F8_E4M3",)),
-            Stored(".weight_scale", ("BF16",), block=(1, 0), shared=True, **{"row_fill": 0x3F80, **scale}),
+            Stored(".weight_rowscale", ("BF16",), block=(1, 0), shared=True, **{"row_fill": 0x3F80, **scale}),
         ),
     )
 
@@ -370,16 +370,15 @@ def test_a_scale_filled_with_infinity_or_nan(
     """0 x infinity is NaN: a zero weight under such a scale is not silent."""
     monkeypatch.setitem(formats(), "scaled", _scaled())
     model = toy_model(followers=6, leaders=2, widths={"mlp": 30})
-    s = subject_of(model, toy_table(model, {".weight": ("F8_E4M3", (1, 1)), ".weight_scale": ("BF16", (1, 32))}))
-    # the table's scales are [N, 1] only where K is 32; give every matrix its own
+    # a scale [N, 1] for every matrix [N, K]
     table = dict(toy_table(model, {".weight": ("F8_E4M3", (1, 1))}))
-    table |= {f"{n}_scale": Tensor("BF16", (t.shape[0], 1)) for n, t in list(table.items())}
+    table |= {f"{n}_rowscale": Tensor("BF16", (t.shape[0], 1)) for n, t in list(table.items())}
     s = subject_of(model, table)
     assert not s.census.problems
     p = plan(s, 4, executor, "pad").plan
     assert verdict(s, p, "silence").ok
     monkeypatch.setitem(formats(), "scaled", _scaled(**fills))
-    refused(s, p, "silence", ".weight_scale", "not finite")
+    refused(s, p, "silence", ".weight_rowscale", "not finite")
 
 
 def test_finite_words_are_told_from_the_others() -> None:

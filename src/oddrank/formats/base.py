@@ -1,6 +1,6 @@
 """How a logical matrix [..., N, K] is stored: its stored tensors, what one stored entry covers, what means zero.
 
-A format is one file in this folder with a module-level `candidates(quantization)` that lists the forms it may take
+A format is one file in this folder with a module-level `forms(quantization)` that lists the forms it may take
 under a checkpoint's quantization config, and, where those have parameters, `named(name)`. It moves no bytes and decodes
 none: entries are copied as raw words, so all a plan needs is each entry's footprint and the words that keep a dummy
 silent. Which form a tensor has is found by what is stored; the config is only checked against it.
@@ -74,13 +74,13 @@ def _modules() -> tuple[ModuleType, ...]:
     import oddrank.formats as package
 
     found = [importlib.import_module(f"{package.__name__}.{i.name}") for i in pkgutil.iter_modules(package.__path__)]
-    return tuple(m for m in found if hasattr(m, "candidates"))
+    return tuple(m for m in found if hasattr(m, "forms"))
 
 
 @cache
 def formats() -> dict[str, Format]:
     """Every format with its usual parameters, by name, dense first."""
-    made = [f for module in _modules() for f in module.candidates({})]
+    made = [f for module in _modules() for f in module.forms({})]
     return {f.name: f for f in sorted(made, key=lambda f: not f.for_vectors)}
 
 
@@ -88,7 +88,7 @@ def candidates(quantization: dict[str, Any] | None) -> list[Format]:
     """The forms a tensor may be stored in under a checkpoint's `quantization_config`, dense first."""
     found = dict(formats())
     for module in _modules() if quantization else ():
-        found |= {f.name: f for f in module.candidates(quantization) if f.name not in found}
+        found |= {f.name: f for f in module.forms(quantization) if f.name not in found}
     return list(found.values())
 
 

@@ -5,5 +5,5 @@ from typing import Any
 from oddrank.formats.base import FLOATS, Format, Stored
 
 
-def candidates(quantization: dict[str, Any]) -> tuple[Format, ...]:
+def forms(quantization: dict[str, Any]) -> tuple[Format, ...]:
     return (Format("dense", stored=(Stored(".weight", FLOATS),), for_vectors=True),)

@@ -52,7 +52,7 @@ def named(name: str) -> Format | None:
     return _blocked((int(match[2]), int(match[3])))[1 if match[1] else 0]
 
 
-def candidates(quantization: dict[str, Any]) -> tuple[Format, ...]:
+def forms(quantization: dict[str, Any]) -> tuple[Format, ...]:
     plain, compressed = _blocked(block_size(quantization))
     return (
         plain,

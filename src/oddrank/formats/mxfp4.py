@@ -13,7 +13,7 @@ _EXPONENTS = Stored(
 )
 
 
-def candidates(quantization: dict[str, Any]) -> tuple[Format, ...]:
+def forms(quantization: dict[str, Any]) -> tuple[Format, ...]:
     return (
         Format("mxfp4", (Stored(".weight", ("U8",), (1, 2)), _EXPONENTS)),
         Format("mxfp4-ct", (Stored(".weight_packed", ("U8",), (1, 2)), _EXPONENTS)),

@@ -17,7 +17,7 @@ def _tensor(suffix: str, shape: Any, optional: bool = False) -> Stored:
     )
 
 
-def candidates(quantization: dict[str, Any]) -> tuple[Format, ...]:
+def forms(quantization: dict[str, Any]) -> tuple[Format, ...]:
     return (
         Format(
             "nvfp4",

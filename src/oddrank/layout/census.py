@@ -32,7 +32,8 @@ class Use(msgspec.Struct, frozen=True):
     """Instances of one role that are stored alike.
 
     role: position in `Model.roles`. format: its name, see formats.format_named. dtypes: one per stored tensor of the
-    format, None where an optional one is absent. instances: positions among `Role.instances()`, None = all of them. count: how many.
+    format, None where an optional one is absent. instances: positions among `Role.instances()`, None = all of them.
+    count: how many.
     """
 
     role: int
@@ -244,11 +245,14 @@ def _mismatch(
         if len(wrong) == 1 or (wrong and len(there) == 1):
             return f"{base}{form.parts[0].suffix} is stored as {form.format.name}, but {wrong[0]}"
     first = tensors[there[0]]
-    shown = ", ".join(f"{n.removeprefix(base) or n} {tensors[n].dtype} {list(tensors[n].shape)}" for n in there)
-    if len(there) == 1 and any(first.dtype in form.parts[0].stored.dtypes for form in forms if len(form.parts) == 1):
-        return f"{there[0]} is {first.dtype} {list(first.shape)}, but config.json implies {list(logical)}"
     names = ", ".join(form.format.name for form in forms)
-    return f"{base} is stored as {shown}, which no known format ({names}) makes of a {list(logical)}"
+    if len(there) > 1:
+        shown = ", ".join(f"{n.removeprefix(base)} {tensors[n].dtype} {list(tensors[n].shape)}" for n in there)
+        return f"{base} is stored as {shown}, which no known format ({names}) makes of a {list(logical)}"
+    what = f"{there[0]} is {first.dtype} {list(first.shape)}"
+    if any(first.dtype in form.parts[0].stored.dtypes for form in forms if len(form.parts) == 1):
+        return f"{what}, but config.json implies {list(logical)}"
+    return f"{what}, which no known format ({names}) stores a {list(logical)} as"
 
 
 def _fits(tensor: TensorLike | None, part: Part, shape: tuple[int, ...]) -> bool:

@@ -65,8 +65,8 @@ class Stream(Iterable[tuple[str, T]]):
             shape = tuple(getattr(tensor, "shape", ()))
             if shape != recipe.source_shape:
                 raise OddrankError(
-                    f"{name} comes as {list(shape)}; the plan was made for {list(recipe.source_shape)}. The stream must "
-                    "be of the checkpoint that was planned, as stored."
+                    f"{name} comes as {list(shape)}; the plan was made for {list(recipe.source_shape)}. The stream "
+                    "must be of the checkpoint that was planned, as stored."
                 )
             if name in seen:
                 self._complain(f"{name} came twice.")
@@ -80,7 +80,7 @@ class Stream(Iterable[tuple[str, T]]):
         wrong = [f"{t.role}: {t.count} of {t.expected}" for t in self.tallies if t.count != t.expected]
         if wrong:
             more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
-            self._complain(f"the stream ended without all tensors that the config implies: {'; '.join(wrong[:5])}{more}.")
+            self._complain(f"the stream ended without all that the config implies: {'; '.join(wrong[:5])}{more}.")
 
     def _complain(self, message: str) -> None:
         if self._coverage == "strict":
