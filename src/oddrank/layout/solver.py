@@ -108,13 +108,18 @@ def _kind(picked: list[Candidate], model: Model, facts: Executor) -> str:
 
 
 def _enough_units(model: Model, unit: dict[str, int], tp: int) -> None:
-    """Every rank must be able to hold something real of every summed axis."""
-    sizes = {a.name: -(-a.count // unit[a.name]) for a in model.axes if a.summed and a.kind != "experts"}
+    """Every rank must be able to hold something real: a head, a vocabulary row, a channel. A width of fewer scale
+    blocks than ranks is padded nevertheless; the ranks beyond them have the other axes to work on."""
+    sizes = {
+        a.name: a.count if a.kind == "width" else -(-a.count // unit[a.name])
+        for a in model.axes
+        if a.summed and a.kind != "experts"
+    }
     if not sizes:
         return
     name = min(sizes, key=lambda n: sizes[n])
     if sizes[name] < tp:
-        u = unit[name]
+        u = 1 if model.axis(name).kind == "width" else unit[name]
         what = f"{model.axis(name).count} {name}" + (f" in units of {u}" if u > 1 else "")
         raise OddrankError(
             f"{tp} ranks are more than this model has units: it has {what}, so "
