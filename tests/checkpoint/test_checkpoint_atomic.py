@@ -213,17 +213,17 @@ def test_a_killed_process_resumes(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing_under_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.write
+    real = os.pwrite
 
-    def full(fd: int, data: Any) -> int:
-        if os.fstat(fd).st_size + len(data) > 5000:
+    def full(fd: int, data: Any, at: int) -> int:
+        if at + len(data) > 5000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(fd, data)
+        return real(fd, data, at)
 
     with AtomicDirectory(tmp_path / "out", "f") as out:
         out.write_bytes("a.txt", b"a")
         with monkeypatch.context() as patch:
-            patch.setattr(os, "write", full)
+            patch.setattr(os, "pwrite", full)
             with (
                 pytest.raises(OddrankError, match="The disk is full"),
                 out.safetensors("m", [("t", "U8", (9999,))]) as writer,

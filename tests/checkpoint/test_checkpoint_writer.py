@@ -1,6 +1,7 @@
 """The streaming writer: its files load in the safetensors library, and wrong bytes are refused."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import random
@@ -137,25 +138,51 @@ def test_impossible_headers(tmp_path: Path, entries: list[Entry], part: str) -> 
     assert not (tmp_path / "m").exists()
 
 
-def test_large_files_hash_right_whatever_the_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small limits, so that the writer waits for the hash and the disk is asked many times."""
-    monkeypatch.setattr(hashedfile, "WRITE_CHUNK", 1000)
-    monkeypatch.setattr(hashedfile, "HASH_CHUNK", 300)
+@pytest.mark.parametrize("direct", ["direct", "no O_DIRECT", "refused at the first write"])
+def test_large_files_hash_right_whatever_the_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str
+) -> None:
+    """Small pieces, so that the writer waits for the hash and the disk; file systems with and without direct writes."""
+    monkeypatch.setattr(hashedfile, "PIECE", 4096)
     monkeypatch.setattr(hashedfile, "FLUSH_STEP", 20_000)
-    monkeypatch.setattr(hashedfile, "MAX_LAG", 2500)
+    if direct == "no O_DIRECT":
+        monkeypatch.delattr(os, "O_DIRECT")
+    elif direct != "direct":
+        real = os.pwrite
+
+        def pwrite(fd: int, data: Any, at: int) -> int:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "made up")
+            return real(fd, data, at)
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
     rng = random.Random(1)
-    for _ in range(20):
-        data = rng.randbytes(rng.randrange(200_000))
+    for size in [0, 1, 4095, 4096, 4097, 8192, *(rng.randrange(200_000) for _ in range(20))]:
+        data = rng.randbytes(size)
         with HashedFile(tmp_path / "f") as file:
             at = 0
             while at < len(data):
-                step = rng.choice([1, 7, 999, 1000, 1001, 50_000])
-                file.write(data[at : at + step])
+                step = rng.choice([1, 7, 999, 4096, 4097, 50_000])
+                buffer = bytearray(data[at : at + step])
+                file.write(buffer)
+                buffer[:] = bytes(len(buffer))  # the caller's again
                 at += step
             record = file.finish()
         assert (tmp_path / "f").read_bytes() == data
         assert (record.size, record.sha256) == (len(data), hashlib.sha256(data).hexdigest())
     assert not [t for t in threading.enumerate() if t.name.startswith("oddrank")]
+
+
+def test_a_direct_write_that_is_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashedfile, "PIECE", 8192)
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[: max(1, len(data) // 3)], at))
+    data = random.Random(2).randbytes(50_000)
+    with HashedFile(tmp_path / "f") as file:
+        file.write(data)
+        record = file.finish()
+    assert (tmp_path / "f").read_bytes() == data
+    assert record.sha256 == hashlib.sha256(data).hexdigest()
 
 
 def test_leaving_by_an_exception_stops_the_threads(tmp_path: Path) -> None:
@@ -166,21 +193,24 @@ def test_leaving_by_an_exception_stops_the_threads(tmp_path: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("oddrank")]
 
 
-@pytest.mark.parametrize("call", ["write", "preadv", "fsync", "fdatasync"])
-def test_failures_of_the_disk_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    monkeypatch.setattr(hashedfile, "FLUSH_STEP", 1 << 20)
+@pytest.mark.parametrize("size", [100, 30 << 20])
+@pytest.mark.parametrize(("call", "code"), [("pwrite", errno.ENOSPC), ("pwrite", errno.EIO), ("fsync", errno.ENOSPC)])
+def test_failures_of_the_disk_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, size: int
+) -> None:
+    """In a file of one piece (at its end), in a large one at the third piece, and in what puts it on the disk."""
     real = getattr(os, call)
 
     def fail(fd: int, *rest: Any) -> Any:
-        if call == "write" and os.fstat(fd).st_size < 10 << 20:
+        if call == "pwrite" and size > 100 and rest[1] < 10 << 20:
             return real(fd, *rest)
-        raise OSError(errno.ENOSPC if call != "preadv" else errno.EIO, "made up")
+        raise OSError(code, "made up")
 
     monkeypatch.setattr(os, call, fail)
-    part = "disk is full" if call != "preadv" else "made up"
+    part = "disk is full" if code == errno.ENOSPC else "made up"
     with pytest.raises(OddrankError, match=part), HashedFile(tmp_path / "f") as file:
-        for _ in range(4):
-            file.write(bytes(8 << 20))
+        for _ in range(0, size, 8 << 20):
+            file.write(bytes(min(size, 8 << 20)))
         file.finish()
     assert not [t for t in threading.enumerate() if t.name.startswith("oddrank")]
 

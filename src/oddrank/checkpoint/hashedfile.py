@@ -1,13 +1,18 @@
-"""Write a file front to back while its SHA-256 is computed and its pages go to disk, each on a thread of its own.
+"""Write a file front to back while its SHA-256 is computed.
 
-The hash reads back what was written, from the page cache, so the writer's buffers are free as soon as `write` returns
-and no copy of the data is held. Hashing, writing and the disk overlap: the time of the slowest, not the sum.
+What is written is gathered in pieces. Each piece is hashed by one thread and put on the disk by another while the
+caller fills the next, so the time is the slowest of the three and not their sum. The disk gets the pieces directly
+(O_DIRECT) where the file system can: copying a checkpoint through the page cache costs more processor time than
+anything else here but the hash, and drives out of memory what others read.
 """
 
 import errno
+import fcntl
 import hashlib
+import mmap
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,17 +25,14 @@ from oddrank.errors import OddrankError
 
 Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 
-WRITE_CHUNK = 8 << 20
-"""Bytes handed to one write call, so that the hash can start on them."""
+PIECE = 4 << 20
+"""Bytes of a piece; a multiple of every file system's block. Smaller files are written by the caller, at once."""
 
-HASH_CHUNK = 256 << 10
-"""Bytes hashed at a time: small enough to stay in a core's cache between the read and the hash."""
+PIECES = 4
+"""Pieces in memory: one being filled, the others waiting for the hash or the disk."""
 
 FLUSH_STEP = 256 << 20
-"""Bytes written before the disk is asked to start on them."""
-
-MAX_LAG = 1 << 30
-"""Bytes the hash may be behind the writes; beyond it they might leave the page cache and be read from the disk."""
+"""Bytes in the page cache, where they have to go through it, before the disk is asked to start on them."""
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -79,34 +81,41 @@ class HashedFile:
         except OSError as error:
             raise write_error(path, error) from None
         self._hash = hashlib.sha256()
-        self._hashed = 0
+        self._direct = False
+        self._small = bytearray()  # what is not yet a whole piece, until there is one
+        self._pieces: list[mmap.mmap] = []
+        self._filled = 0  # bytes in the piece being filled
+        # Pieces handed over, hashed, stored: their numbers from the beginning of the file.
+        self._handed = self._hashed = self._stored = 0
         self._ended = False
         self._failure: OSError | None = None
         self._change = threading.Condition()
-        self._flushed = 0
         self._threads: list[threading.Thread] = []
 
     def write(self, data: Buffer) -> None:
         """Append the bytes of a C-contiguous buffer, which may be changed as soon as this returns."""
         view = flat(data)
-        for start in range(0, len(view), WRITE_CHUNK):
-            part = view[start : start + WRITE_CHUNK]
-            while part:
-                try:
-                    count = os.write(self._fd, part)
-                except OSError as error:
-                    raise write_error(self.path, error) from None
-                part = part[count:]
-                self._advance(count)
+        self.written += len(view)
+        if not self._pieces and self.written <= PIECE:
+            self._small += view
+            return
+        if not self._pieces:
+            self._start()
+            small, self._small = self._small, bytearray()
+            self._fill(memoryview(small))
+        self._fill(view)
 
     def finish(self) -> FileRecord:
         """Put everything on the disk and return the file's record. The file is closed."""
         try:
-            os.fsync(self._fd)
             self._end()
             if self._failure is not None:
                 raise self._failure
-            self._hash_to(self.written, bytearray(HASH_CHUNK))
+            rest = memoryview(self._piece())[: self._filled] if self._pieces else memoryview(self._small)
+            self._hash.update(rest)
+            self._set_direct(False)
+            self._store(rest, self.written - len(rest))
+            os.fsync(self._fd)
         except OSError as error:
             raise write_error(self.path, error) from None
         finally:
@@ -118,8 +127,7 @@ class HashedFile:
         if self._fd < 0:
             return
         if not self._ended:
-            with self._change:
-                self._failure = self._failure or OSError(errno.ECANCELED, "closed before it was finished")
+            self._fail(OSError(errno.ECANCELED, "closed before it was finished"))
         self._end()
         os.close(self._fd)
         self._fd = -1
@@ -132,18 +140,40 @@ class HashedFile:
     ) -> None:
         self.close()
 
-    def _advance(self, count: int) -> None:
+    def _start(self) -> None:
+        """The file is large: pieces, and a thread each for the hash and the disk."""
+        self._pieces = [mmap.mmap(-1, PIECE) for _ in range(PIECES)]  # page-aligned, as O_DIRECT needs it
+        self._set_direct(True)
+        for target in (self._run_hash, self._run_store):
+            thread = threading.Thread(target=target, name=f"oddrank-{target.__name__}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            count = min(len(view), PIECE - self._filled)
+            # numpy copies without holding the other threads up
+            target = np.frombuffer(self._piece(), np.uint8, count, self._filled)
+            target[:] = np.frombuffer(view, np.uint8, count)
+            self._filled += count
+            view = view[count:]
+            if self._filled == PIECE:
+                self._hand_over()
+
+    def _piece(self) -> mmap.mmap:
+        return self._pieces[self._handed % PIECES]
+
+    def _hand_over(self) -> None:
+        """Give the full piece to the threads, and wait until the next one is free."""
         with self._change:
-            self.written += count
+            self._handed += 1
+            self._filled = 0
             self._change.notify_all()
-            # Small files are hashed at the end, by the caller.
-            if not self._threads and self.written >= WRITE_CHUNK:
-                for target in (self._run_hash, self._run_flush):
-                    thread = threading.Thread(target=target, name=f"oddrank-{target.__name__}", daemon=True)
-                    self._threads.append(thread)
-                    thread.start()
-            while self._threads and self.written - self._hashed > MAX_LAG and self._failure is None:
-                self._change.wait()
+            self._change.wait_for(
+                lambda: self._failure or self._handed - min(self._hashed, self._stored) < PIECES
+            )
+            if self._failure is not None:
+                raise write_error(self.path, self._failure)
 
     def _end(self) -> None:
         with self._change:
@@ -154,50 +184,61 @@ class HashedFile:
         self._threads.clear()
 
     def _run_hash(self) -> None:
-        buffer = bytearray(HASH_CHUNK)
-        while True:
+        while self._wait(lambda: self._hashed):
+            self._hash.update(self._pieces[self._hashed % PIECES])
             with self._change:
-                self._change.wait_for(lambda: self._ended or self._failure or self.written > self._hashed)
-                target = self.written
-                if self._failure or target == self._hashed:
-                    return
+                self._hashed += 1
+                self._change.notify_all()
+
+    def _run_store(self) -> None:
+        flushed = 0
+        while self._wait(lambda: self._stored):
+            at = self._stored * PIECE
             try:
-                self._hash_to(target, buffer)
+                self._store(memoryview(self._pieces[self._stored % PIECES]), at)
             except OSError as error:
                 self._fail(error)
                 return
-
-    def _hash_to(self, target: int, buffer: bytearray) -> None:
-        view = memoryview(buffer)
-        while self._hashed < target and self._failure is None:
-            part = view[: min(len(view), target - self._hashed)]
-            count = os.preadv(self._fd, [part], self._hashed)
-            if not count:
-                raise OSError(errno.EIO, "the file became shorter while it was written")
-            self._hash.update(part[:count])
+            if not self._direct and at + PIECE - flushed >= FLUSH_STEP:
+                # makes the disk start on dirty pages, and does not wait for it
+                os.posix_fadvise(self._fd, flushed, at + PIECE - flushed, os.POSIX_FADV_DONTNEED)
+                flushed = at + PIECE
             with self._change:
-                waiting = self.written - self._hashed > MAX_LAG
-                self._hashed += count
-                if waiting:
-                    self._change.notify_all()
+                self._stored += 1
+                self._change.notify_all()
 
-    def _run_flush(self) -> None:
-        while True:
-            with self._change:
-                self._change.wait_for(
-                    lambda: self._ended or self._failure or self.written - self._flushed >= FLUSH_STEP
-                )
-                if self._ended or self._failure:
-                    return
-                target = self.written
+    def _wait(self, done: Callable[[], int]) -> bool:
+        """Wait for a piece beyond those `done`; False when there will be none."""
+        with self._change:
+            self._change.wait_for(lambda: self._failure or self._ended or self._handed > done())
+            return self._failure is None and self._handed > done()
+
+    def _store(self, view: memoryview, at: int) -> None:
+        while view:
             try:
-                os.fdatasync(self._fd)
+                count = os.pwrite(self._fd, view, at)
             except OSError as error:
-                self._fail(error)
-                return
-            self._flushed = target
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                count = 0
+            if count < len(view):
+                # The file system takes no direct writes after all, or the rest of this one is not whole blocks.
+                self._set_direct(False)
+            view, at = view[count:], at + count
+
+    def _set_direct(self, on: bool) -> None:
+        """Write around the page cache from now on, where the file system can, or through it."""
+        direct = getattr(os, "O_DIRECT", 0)
+        if on == self._direct or not direct:
+            return
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~direct
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | direct if on else flags)
+        except OSError:
+            return
+        self._direct = on
 
     def _fail(self, error: OSError) -> None:
         with self._change:
-            self._failure = error
+            self._failure = self._failure or error
             self._change.notify_all()

@@ -108,13 +108,18 @@ def _kind(picked: list[Candidate], model: Model, facts: Executor) -> str:
 
 
 def _enough_units(model: Model, unit: dict[str, int], tp: int) -> None:
-    """Every rank must be able to hold something real of every summed axis."""
-    sizes = {a.name: -(-a.count // unit[a.name]) for a in model.axes if a.summed and a.kind != "experts"}
+    """Every rank must be able to hold something real: a head, a vocabulary row, a channel. A width of fewer scale
+    blocks than ranks is padded nevertheless; the ranks beyond them have the other axes to work on."""
+    sizes = {
+        a.name: a.count if a.kind == "width" else -(-a.count // unit[a.name])
+        for a in model.axes
+        if a.summed and a.kind != "experts"
+    }
     if not sizes:
         return
     name = min(sizes, key=lambda n: sizes[n])
     if sizes[name] < tp:
-        u = unit[name]
+        u = 1 if model.axis(name).kind == "width" else unit[name]
         what = f"{model.axis(name).count} {name}" + (f" in units of {u}" if u > 1 else "")
         raise OddrankError(
             f"{tp} ranks are more than this model has units: it has {what}, so "
@@ -248,6 +253,8 @@ class _Solver:
         if not possible:
             return ""
         best = min(possible, key=lambda b: abs(b - asked))
+        if best == asked:
+            return ""
         return f" A KV slot is {one} bytes a token, layer and rank; the nearest that works is kv_bytes={best}."
 
     # -- widths, vocabulary, single head axes -------------------------------------------------------------------
@@ -258,18 +265,26 @@ class _Solver:
         if axis.kind == "experts":
             whole = Layout.of(axis.name, [range(axis.count)] * tp)
             return self._choose([Candidate("even", (whole,), why="on every rank; cut inside")], None)
+        step = tp * math.lcm(unit, multiple or 1)  # what an exact total must be a multiple of
         if axis.kind == "vocab" and self.facts.vocab_multiple:
-            rows = math.lcm(self.facts.vocab_multiple, multiple or 1)
-            candidate = widths.engine_vocab(axis.name, axis.count, tp, rows, exact)
-        elif self.facts.equal_ranks or exact is not None:
+            rows = self.facts.vocab_multiple
+            step = math.lcm(rows, tp * (multiple or 1))
+            total = -(-axis.count // step) * step if multiple and exact is None else exact
+            candidate = None
+            if total is None or total % step == 0:
+                candidate = widths.engine_vocab(axis.name, axis.count, tp, rows, total)
+        elif self.facts.equal_ranks or exact is not None or (multiple and axis.count % multiple):
+            # a width that is no multiple needs dummies to be one on every rank
             candidate = self._equal_width(axis, unit, exact, multiple)
         else:
             preferred = self.facts.width_multiple if axis.kind != "heads" else 1
             cut = math.lcm(unit, multiple or 1)
             cut = cut if multiple else widths.aligned_unit(axis.count, tp, unit, preferred)
             candidate = widths.ragged(axis.name, axis.count, tp, cut, self.request.shares)
+            if candidate is None:  # fewer of the user's multiples than ranks
+                candidate = self._equal_width(axis, unit, exact, multiple)
         if candidate is None or not self._storable(candidate):
-            self._refuse_width(axis, unit, exact, multiple)
+            self._refuse_width(axis, step, exact, multiple)
         return self._choose([candidate], None)
 
     def _equal_width(self, axis: Axis, unit: int, exact: int | None, multiple: int | None) -> Candidate | None:
@@ -289,22 +304,20 @@ class _Solver:
             slots[: axis.count] = np.arange(axis.count)
             layout = Layout.of(axis.name, np.array_split(slots, tp))
             return Candidate("even", (layout,), why=f"{exact} as asked, to run at {run}")
+        if exact % (tp * cut):
+            return None
         return widths.padded(axis.name, axis.count, tp, unit, exact)
 
-    def _refuse_width(self, axis: Axis, unit: int, exact: int | None, multiple: int | None) -> NoReturn:
-        tp = self.request.tp
-        step = tp * math.lcm(unit, multiple or 1)
+    def _refuse_width(self, axis: Axis, step: int, exact: int | None, multiple: int | None) -> NoReturn:
+        tp, under = self.request.tp, f" under {axis.name}_multiple={multiple}" if multiple else ""
         if exact is None:
-            raise OddrankError(
-                f"{axis.count} {axis.name} in units of {math.lcm(unit, multiple or 1)} are fewer units than "
-                f"{tp} ranks" + (f" under {axis.name}_multiple={multiple}" if multiple else "") + "."
-            )
+            raise OddrankError(f"{axis.count} {axis.name} cannot be stored in whole units on {tp} ranks{under}.")
         least = -(-axis.count // step) * step
         nearest = max(least, round(exact / step) * step)
         why = (
             f"is less than the {axis.count} the model has"
             if exact < axis.count
-            else f"does not divide into whole units of {math.lcm(unit, multiple or 1)} on {tp} ranks"
+            else f"is no multiple of {step}, which whole units on {tp} ranks need{under}"
         )
         raise OddrankError(f"{axis.name}={exact} {why}; the nearest that works is {axis.name}={nearest}.")
 
@@ -320,10 +333,14 @@ class _Solver:
                 return False
         return True
 
-    def _cost(self, c: Candidate) -> Cost:
+    def _price(self, c: Candidate) -> tuple[float, Cost]:
+        """(bytes per token over the rank's share of the whole, cost) of the rank where that is most."""
         axes = {la.axis for la in c.layouts}
-        ranks = [
-            rank_cost(
+        tp = self.request.tp
+        shares = self.request.shares or (1.0,) * tp
+        prices = []
+        for rank in range(tp):
+            cost = rank_cost(
                 self.model,
                 self.census.uses,
                 {**self.stock, **{la.axis: la.counts()[rank] for la in c.layouts}},
@@ -331,19 +348,23 @@ class _Solver:
                 kv_itemsize=self.request.kv_itemsize,
                 axes=axes,
             )
-            for rank in range(self.request.tp)
-        ]
-        return max(ranks, key=lambda cost: cost.bytes_per_token())
+            prices.append((cost.bytes_per_token() / shares[rank], cost))
+        return max(prices, key=lambda price: price[0])
 
     def _choose(self, candidates: Sequence[Candidate], prefer: Candidate | None) -> tuple[Choice, ...]:
-        kept = [c for c in candidates if not any(c.dominated_by(o) for o in candidates) or c is prefer]
+        """Without shares, a candidate that needs no less of anything than another is dropped. With shares, less on
+        the fullest rank may be more than its share, so all are weighed."""
+        weighed = self.request.shares is not None
+        kept = [
+            c for c in candidates if weighed or c is prefer or not any(c.dominated_by(o) for o in candidates)
+        ]
         unique: list[Candidate] = []
         for c in kept:
             if all(c.layouts != o.layouts for o in unique):
                 unique.append(c)
-        costs = [self._cost(c) for c in unique]
-        order = sorted(range(len(unique)), key=lambda i: (costs[i].bytes_per_token(), costs[i].macs))
+        prices = [self._price(c) for c in unique]
+        order = sorted(range(len(unique)), key=lambda i: (prices[i][0], prices[i][1].macs))
         best = order[0]
         if prefer is not None:
             best = next(i for i, c in enumerate(unique) if c.layouts == prefer.layouts)
-        return tuple(Choice(unique[i], costs[i], i == best) for i in order)
+        return tuple(Choice(unique[i], prices[i][1], i == best) for i in order)
