@@ -101,5 +101,6 @@ def e8m0_for_e2m1(amax: Floats) -> Words:
 
 def from_e8m0(words: Words) -> Floats:
     """2^(word - 127); 255 is NaN."""
-    powers = np.ldexp(np.float32(1), np.asarray(words).astype(np.int32) - 127)
-    return np.where(np.asarray(words) == 255, np.float32(np.nan), powers.astype(np.float32))
+    words = np.asarray(words)
+    powers = np.ldexp(np.float32(1), np.minimum(words, 254).astype(np.int32) - 127)
+    return np.where(words == 255, np.float32(np.nan), powers).astype(np.float32)

@@ -102,7 +102,7 @@ SIZES: dict[str, dict[str, Hybrid | Dense | Drafter]] = {
     "llama": {
         "135M": Dense(30, 576, 9, 3, 64, 1536, 49152, tied=True, theta=1e5, eps=1e-5),
         "70B": Dense(80, 8192, 64, 8, 128, 28672, 128256, theta=5e5, eps=1e-5),
-        "tiny": Dense(2, 256, 6, 2, 64, 768, 512, theta=1e4, eps=1e-5),
+        "tiny": Dense(2, 384, 6, 2, 64, 768, 512, theta=1e4, eps=1e-5),
     },
     "mistral": {
         "7B": Dense(32, 4096, 32, 8, 128, 14336, 32768, eps=1e-5),

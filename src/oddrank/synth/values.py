@@ -54,13 +54,16 @@ def _deviation(logical: Logical, rng: np.random.Generator) -> float:
 
 
 def bound(logical: Logical, seed: int) -> float:
-    """What no magnitude of a matrix exceeds."""
+    """What no magnitude of a matrix exceeds (of one that is not stacked)."""
     deviation = _deviation(logical, _generator(seed, logical.name))
     return _CUT * deviation * (2**_SPREAD / _POWER) ** 2
 
 
 def matrix_rows(logical: Logical, seed: int) -> Iterator[tuple[int, Floats]]:
     """(first row, float32 rows) of a matrix, from the first to the last."""
+    if logical.kind == "stacked":
+        yield from _stacked_rows(logical, seed)
+        return
     n, k = matrix_shape(logical)
     rng = _generator(seed, logical.name)
     deviation = _deviation(logical, rng)
@@ -75,6 +78,20 @@ def matrix_rows(logical: Logical, seed: int) -> Iterator[tuple[int, Floats]]:
         x *= columns
         x *= rows[start : start + step]
         yield start, x
+
+
+def _stacked_rows(logical: Logical, seed: int) -> Iterator[tuple[int, Floats]]:
+    """Experts in one tensor [E, N, K] have the values they have one by one; gate_up_proj is each gate over its up."""
+    experts, n, k = logical.shape
+    base, _, name = logical.name.rpartition(".")
+    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    start = 0
+    for expert in range(experts):
+        for part in names:
+            one = Logical(f"{base}.{expert}.{part}.weight", (n // len(names), k), "expert", logical.file)
+            for offset, rows in matrix_rows(one, seed):
+                yield start + offset, rows
+            start += n // len(names)
 
 
 def vector(logical: Logical, seed: int) -> Floats:

@@ -1,0 +1,60 @@
+"""Every release is planned and proven at sizes that do not divide it: the families account for every tensor."""
+
+from pathlib import Path
+
+import pytest
+
+from oddrank.planner import make_plan
+from oddrank.synth import PUBLISHED, describe_release, write_headers
+
+EVERY = [(family, fmt) for family, formats in PUBLISHED.items() for fmt in formats]
+
+
+def hybrid(family: str) -> bool:
+    return family.startswith("qwen3_5")
+
+
+def headers(tmp_path: Path, family: str, fmt: str, **options: object) -> Path:
+    cut = {"layers": 4, "experts": 4, "vocab": None} | options
+    return write_headers(describe_release(family, fmt, **cut), tmp_path / f"{family}-{fmt}")  # type: ignore[arg-type]
+
+
+def test_the_27b_target_at_three_ranks(tmp_path: Path) -> None:
+    """The geometry that is known to serve: 36/6, GDN 18/54, MLP 17472, vocabulary 248448."""
+    for fmt in ("bf16", "mxfp4"):
+        out = headers(tmp_path, "qwen3_5", fmt, layers=None)
+        plan = make_plan(out, 3, executor="vllm", constraints={"gqa": 6, "mlp_multiple": 64}).plan
+        assert {a.name: plan.layout(a.name).total() for a in plan.model.axes} == {
+            "q_heads": 36, "kv_heads": 6, "gdn_k_heads": 18, "gdn_v_heads": 54, "mlp": 17472, "vocab": 248448,
+        }  # fmt: skip
+
+
+def test_the_drafter_at_three_ranks(tmp_path: Path) -> None:
+    """MLP 17664 in whole blocks; alone 36/9, and 48/12 where its KV bytes must be the padded target's."""
+    out = headers(tmp_path, "dflash", "fp8-block", layers=None)
+    alone = make_plan(out, 3, executor="vllm").plan
+    assert [alone.layout(a).total() for a in ("q_heads", "kv_heads", "mlp")] == [36, 9, 17664]
+    # a padded target has 2 KV heads x 256 x keys and values x 2 bytes on each rank
+    beside = make_plan(out, 3, executor="vllm", constraints={"gqa": 4, "kv_bytes": 2 * 256 * 2 * 2}).plan
+    assert [beside.layout(a).total() for a in ("q_heads", "kv_heads", "mlp")] == [48, 12, 17664]
+
+
+@pytest.mark.parametrize(
+    ("family", "fmt", "vision"), [(*e, v) for e in EVERY for v in (False, True) if hybrid(e[0]) or not v]
+)
+def test_every_tensor_has_a_role(family: str, fmt: str, vision: bool, tmp_path: Path) -> None:
+    out = headers(tmp_path, family, fmt, vision=vision)
+    for executor in ("vllm", "runtime"):
+        planned = make_plan(out, 3, executor=executor)
+        census = planned.census
+        assert not census.problems and not census.unmatched and not census.ignored and not census.aliased
+        # MTP is there, the tower if asked for, and a drafter shares its target's vocabulary
+        assert set(census.absent) == ({"own vocabulary"} if family == "dflash" else set())
+        assert sum(use.count for use in census.uses) > 0
+
+
+def test_full_size_35b_is_planned_whole(tmp_path: Path) -> None:
+    for fmt, count in (("fp8-block", 64_196), ("nvfp4-mixed", 124_468)):
+        out = headers(tmp_path, "qwen3_5_moe", fmt, layers=None, experts=None, vision=True)
+        census = make_plan(out, 3, executor="vllm").census
+        assert census.total == count and not census.problems
