@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
 from typing import Literal
@@ -49,9 +48,12 @@ class Role(msgspec.Struct, frozen=True):
         if not self.index:
             yield self.name
             return
-        pieces = re.split(r"\{[a-z]+\}", self.name)
-        for values in itertools.product(*(v for _, v in self.index)):
-            yield pieces[0] + "".join(f"{v}{p}" for v, p in zip(values, pieces[1:], strict=True))
+        head, *rest = re.split(r"\{[a-z]+\}", self.name)
+        names = [head]
+        for (_, values), piece in zip(self.index, rest, strict=True):
+            tails = [f"{v}{piece}" for v in values]
+            names = [name + tail for name in names for tail in tails]
+        yield from names
 
     def count(self) -> int:
         total = 1

@@ -126,6 +126,40 @@ class _Form(NamedTuple):
         return tuple(dtypes)
 
 
+Under = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""What is stored under one stem: suffix, dtype, shape of each."""
+
+
+class _Match(NamedTuple):
+    """Which form an instance has, the dtypes of its parts, the suffixes of those that are there; `all`: they are
+    everything under its stem."""
+
+    place: int
+    dtypes: tuple[str | None, ...]
+    suffixes: tuple[str, ...]
+    all: bool
+
+
+def _by_stem(tensors: Mapping[str, TensorLike]) -> dict[str, Under]:
+    """Tensors by the part of their name before the last dot. Instances with the same entry are stored alike, so that
+    a census tries the formats once for each kind of entry and not once for each of tens of thousands of experts."""
+    found: dict[str, Under] = {}
+    for name, tensor in tensors.items():
+        base, dot, leaf = name.rpartition(".")
+        found[base] = (*found.get(base, ()), (dot + leaf, tensor.dtype, tuple(tensor.shape)))
+    return found
+
+
+def _match(base: str, under: Under | None, forms: list[_Form], tensors: Mapping[str, TensorLike]) -> _Match | None:
+    """The first form that explains the instance `base`."""
+    for place, form in enumerate(forms):
+        dtypes = form.match(base, tensors)
+        if dtypes is not None:
+            there = tuple(p.suffix for p, d in zip(form.parts, dtypes, strict=True) if d is not None)
+            return _Match(place, dtypes, there, under is not None and len(there) == len(under))
+    return None
+
+
 def take_census(
     model: Model, tensors: Mapping[str, TensorLike], quantization: dict[str, Any] | None = None
 ) -> Census:
@@ -136,7 +170,9 @@ def take_census(
     stock = model.stock()
     every = candidates(quantization)
     absent, unused = _absent(model, tensors)
+    by_stem = _by_stem(tensors)
     seen: set[str] = set()
+    whole_stems: set[str] = set()
     aliased: list[str] = []
     problems: list[str] = []
     uses: list[Use] = []
@@ -154,23 +190,39 @@ def take_census(
             made = parts(role, fmt)
             forms.append(_Form(fmt, made, tuple(stored_shape(logical, p) for p in made)))
         groups: dict[tuple[int, tuple[str | None, ...]], list[int]] = {}
+        known: dict[Under, _Match | None] = {}
+        # suffixes of a name without `.weight` are not leaves under its stem
+        dotted = role.name.endswith(".weight")
         for number, name in enumerate(role.instances()):
             base = stem(name)
-            for place, form in enumerate(forms):
-                dtypes = form.match(base, tensors)
-                if dtypes is not None:
-                    seen.update(base + p.suffix for p, d in zip(form.parts, dtypes, strict=True) if d is not None)
-                    groups.setdefault((place, dtypes), []).append(number)
-                    break
+            under = by_stem.get(base) if dotted else None
+            if under is None:
+                match = _match(base, None, forms, tensors)
+            elif under in known:
+                match = known[under]
             else:
+                match = known[under] = _match(base, under, forms, tensors)
+            if match is None:
                 problems.append(_mismatch(name, tensors, logical, role, forms))
                 seen.update(_stored_under(base, tensors))
+                continue
+            if match.all:
+                whole_stems.add(base)
+            else:
+                seen.update(base + suffix for suffix in match.suffixes)
+            groups.setdefault((match.place, match.dtypes), []).append(number)
         for (place, dtypes), numbers in groups.items():
             whole = len(numbers) == role.count()
             uses.append(
                 Use(position, forms[place].format.name, dtypes, len(numbers), None if whole else tuple(numbers))
             )
-    left = [name for name in tensors if name not in seen]
+    left = [
+        name
+        for base, under in by_stem.items()
+        if base not in whole_stems
+        for name in (base + suffix for suffix, _, _ in under)
+        if name not in seen
+    ]
     pattern = re.compile("|".join(model.ignored) or r"(?!)")
     ignored = tuple(name for name in left if pattern.fullmatch(name))
     unmatched = tuple(name for name in left if not pattern.fullmatch(name))
