@@ -1,4 +1,4 @@
-"""What is in a release: counts, shapes and file sizes of the published checkpoints, to the byte where they are known."""
+"""What is in a release: counts, shapes and file sizes of the published checkpoints, to the byte where known."""
 
 import json
 import os
