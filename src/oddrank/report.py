@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from oddrank.geometry import Model
 from oddrank.layout.candidate import Candidate
 from oddrank.layout.census import Census, Use
-from oddrank.layout.cost import kv_bytes_per_layer, rank_cost, weight_bytes
+from oddrank.layout.cost import kv_bytes_per_layer, rank_cost, state_bytes, weight_bytes
 from oddrank.layout.plan import Plan
 from oddrank.layout.proof import Check
 from oddrank.layout.solver import Choice, Solution
@@ -20,7 +21,12 @@ def describe(solution: Solution, census: Census, checks: tuple[Check, ...]) -> d
     model, stock = plan.model, plan.model.stock()
     costs = [
         rank_cost(
-            model, plan.uses, plan.counts(r), context=plan.context, kv_itemsize=plan.kv_itemsize
+            model,
+            plan.uses,
+            plan.counts(r),
+            context=plan.context,
+            kv_itemsize=plan.kv_itemsize,
+            refined=dict(plan.refined),
         )
         for r in range(plan.tp)
     ]
@@ -40,7 +46,7 @@ def describe(solution: Solution, census: Census, checks: tuple[Check, ...]) -> d
             {
                 "name": la.axis,
                 "stock": stock[la.axis],
-                "planned": la.total(),
+                "planned": stock[la.axis] if model.axis(la.axis).kind == "experts" else la.total(),
                 "per_rank": list(la.counts()),
                 "real_per_rank": list(la.real()),
                 "why": candidates[la.axis].why,
@@ -63,6 +69,13 @@ def describe(solution: Solution, census: Census, checks: tuple[Check, ...]) -> d
             "per_rank_bytes_per_token": [c.kv_bytes for c in costs],
             "layers": kv_layers,
         },
+        "state": {
+            "stock_bytes_per_request": state_bytes(model, stock),
+            "per_rank_bytes_per_request": [state_bytes(model, plan.counts(r)) for r in range(plan.tp)],
+        },
+        "refined": dict(plan.refined),
+        "formats": dict(_formats(plan)),
+        "absent": list(census.absent),
         "idle_ranks": idle_ranks(plan),
         "alternatives": [
             alternative(choice, model, plan.uses) for group in solution.choices if len(group) > 1
@@ -79,6 +92,15 @@ def _stock_macs(plan: Plan) -> int:
     from oddrank.layout.cost import macs
 
     return macs(plan.model, plan.model.stock(), plan.context)
+
+
+def _formats(plan: Plan) -> Counter[str]:
+    """How many matrices are stored in each format."""
+    found: Counter[str] = Counter()
+    for use in plan.uses:
+        if plan.model.roles[use.role].matrix:
+            found[use.format] += use.count
+    return found
 
 
 def changed_tensors(plan: Plan) -> int:

@@ -59,6 +59,14 @@ def show_plan(report: dict[str, Any]) -> None:
         f"KV cache {amount(kv['stock_bytes_per_token'])} per token stock, "
         f"{amount(max(kv['per_rank_bytes_per_token']))} per token on the fullest rank"
     )
+    state = report["state"]
+    if state["stock_bytes_per_request"]:
+        out.print(
+            f"state    {amount(state['stock_bytes_per_request'])} per request stock, "
+            f"{amount(max(state['per_rank_bytes_per_request']))} per request on the fullest rank"
+        )
+    stored = ", ".join(f"{n} {name}" for name, n in report["formats"].items())
+    out.print(f"matrices {stored}" + "".join(f"; {k} in blocks of {v}" for k, v in report["refined"].items()))
     out.print(f"tensors  {tensors['total']} stored, {tensors['changed']} change in the virtual checkpoint")
     if report["idle_ranks"]:
         ranks = ", ".join(map(str, report["idle_ranks"]))

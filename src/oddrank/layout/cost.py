@@ -10,6 +10,7 @@ import msgspec
 from oddrank.checkpoint.dtypes import nbytes
 from oddrank.geometry import Model
 from oddrank.layout.census import Use, stored_shape, use_parts
+from oddrank.layout.storage import Refined, target_part
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -31,7 +32,11 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 def weight_bytes(
-    model: Model, uses: Iterable[Use], counts: Mapping[str, int], axes: set[str] | None = None
+    model: Model,
+    uses: Iterable[Use],
+    counts: Mapping[str, int],
+    axes: set[str] | None = None,
+    refined: Refined | None = None,
 ) -> int:
     """Bytes of the stored tensors at these axis counts; with `axes`, of the roles that touch them."""
     total = 0
@@ -41,7 +46,7 @@ def weight_bytes(
             continue
         logical = tuple(d.size(counts) for d in role.dims)
         for part, dtype in use_parts(model, use):
-            total += use.count * nbytes(dtype, stored_shape(logical, part))
+            total += use.count * nbytes(dtype, stored_shape(logical, target_part(role, part, refined or {})))
     return total
 
 
@@ -77,11 +82,12 @@ def rank_cost(
     context: int,
     kv_itemsize: int,
     axes: set[str] | None = None,
+    refined: Refined | None = None,
 ) -> Cost:
     """The price of one rank with these slot counts; with `axes`, only what those axes are responsible for."""
     kv = 0
     if model.kv is not None and (axes is None or model.kv.axis in axes):
         kv = model.kv.layers * kv_bytes_per_layer(model, counts, kv_itemsize)
     return Cost(
-        weight_bytes(model, uses, counts, axes), kv, macs(model, counts, context, axes), context
+        weight_bytes(model, uses, counts, axes, refined), kv, macs(model, counts, context, axes), context
     )

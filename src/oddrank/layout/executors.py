@@ -21,6 +21,7 @@ class Executor(msgspec.Struct, frozen=True):
     width_multiple: channels per rank where a width must be padded or cut unevenly (kernels like aligned rows).
     vocab_multiple: rows per rank, padded in the executor's own buffers; 0 = it cuts the vocabulary anywhere.
     copies_kv: makes KV copies itself where the ranks are a multiple of the KV heads.
+    finest_block: the smallest block of scales its kernels take where they take a finer one than stored; 0 = none.
     reader: whose classes read the changed config.
     handles: crosstalk operations it computes over the real units of all ranks.
     """
@@ -31,6 +32,7 @@ class Executor(msgspec.Struct, frozen=True):
     vocab_multiple: int
     copies_kv: bool
     reader: str
+    finest_block: int = 0
     handles: tuple[str, ...] = ()
 
 
@@ -49,6 +51,7 @@ RUNTIME = Executor(
     vocab_multiple=0,
     copies_kv=False,
     reader="transformers",
+    finest_block=64,
     handles=("rms_norm", "slopes", "top_k"),
 )
 EXECUTORS: Mapping[str, Executor] = {e.name: e for e in (RUNTIME, VLLM)}
@@ -57,12 +60,14 @@ EXECUTORS: Mapping[str, Executor] = {e.name: e for e in (RUNTIME, VLLM)}
 class Constraints(msgspec.Struct, frozen=True):
     """What the user asked for beyond the executor's own constraints.
 
-    gqa: query slots per KV slot. kv_bytes: KV-cache bytes per token, layer and rank.
+    gqa: query slots per KV slot. kv_bytes: KV-cache bytes per token, layer and rank. block: rewrite every block
+    scale in blocks of this size.
     exact: axis -> planned total. multiple: axis -> the per-rank count must be a multiple.
     """
 
     gqa: int | None = None
     kv_bytes: int | None = None
+    block: int | None = None
     exact: dict[str, int] = msgspec.field(default_factory=dict)
     multiple: dict[str, int] = msgspec.field(default_factory=dict)
 
@@ -75,13 +80,13 @@ class Constraints(msgspec.Struct, frozen=True):
         for key, value in given.items():
             if value < 1:
                 raise OddrankError(f"constraint {key}={value}: the value must be a positive whole number.")
-            if key in ("gqa", "kv_bytes"):
+            if key in ("gqa", "kv_bytes", "block"):
                 continue
             if key in axes:
                 exact[key] = value
             elif key.removesuffix("_multiple") in axes and key.endswith("_multiple"):
                 multiple[key.removesuffix("_multiple")] = value
             else:
-                names = ["gqa", "kv_bytes", *sorted(axes), *(f"{a}_multiple" for a in sorted(axes))]
+                names = ["gqa", "kv_bytes", "block", *sorted(axes), *(f"{a}_multiple" for a in sorted(axes))]
                 raise OddrankError(f"constraint {key}={value} is not one this model has: {', '.join(names)}.")
-        return cls(given.get("gqa"), given.get("kv_bytes"), exact, multiple)
+        return cls(given.get("gqa"), given.get("kv_bytes"), given.get("block"), exact, multiple)

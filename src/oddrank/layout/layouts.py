@@ -48,8 +48,9 @@ def from_runs(runs: Iterable[Run]) -> IntArray:
 class Layout(msgspec.Struct, frozen=True):
     """One axis laid out over ranks.
 
-    in_engine: the executor makes the dummies or the copies itself, in its own buffers, so the virtual
-        checkpoint keeps the axis as trained (vLLM's vocabulary padding and KV copies).
+    in_engine: the ranks' slots are not parts of one whole: the executor makes the dummies or the copies itself, in
+        its own buffers, and the virtual checkpoint keeps the axis as trained (vLLM's vocabulary padding and KV
+        copies; experts, which every rank has all of and which are cut inside).
     """
 
     axis: str

@@ -36,6 +36,7 @@ class Plan(msgspec.Struct, frozen=True):
     tp: ranks. executor: registry name. kind: what the heads' layout is called (see Candidate).
     layouts: one per axis. pairings: one per pair. owners: role pattern of a replicated term that joins a sum ->
         the one rank that adds it.
+    refined: axis (or "*") -> the finer block in which scales along it are rewritten, see storage.target_block.
     constraints, context, kv_itemsize (bytes per KV-cache element): what the plan was made under.
     """
 
@@ -52,6 +53,7 @@ class Plan(msgspec.Struct, frozen=True):
     constraints: Constraints
     context: int
     kv_itemsize: int
+    refined: tuple[tuple[str, int], ...] = ()
     version: int = VERSION
 
     # -- what a rank holds ---------------------------------------------------------------------------------
@@ -189,6 +191,8 @@ class Plan(msgspec.Struct, frozen=True):
             candidate = engine_vocab(axis.name, axis.count, ranks, self.executor_facts().vocab_multiple)
             assert candidate is not None
             return candidate.layouts[0]
+        if axis.kind == "experts":
+            return Layout.of(axis.name, [range(axis.count)] * ranks, in_engine=True)
         pair = next(p for p in self.model.pairs if p.leader == axis.name)
         if axis.count % ranks == 0:
             per = axis.count // ranks

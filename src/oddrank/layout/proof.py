@@ -206,11 +206,11 @@ def word_is_finite(dtype: str, word: int) -> bool:
 def storage(plan: Plan) -> str:
     """Each stored entry of every rank, and of the virtual checkpoint, draws from one entry of the source."""
     for rank in range(plan.tp):
-        problem = storage_problem(plan.model, plan.uses, plan.slots(rank))
+        problem = storage_problem(plan.model, plan.uses, plan.slots(rank), refined=dict(plan.refined))
         if problem is not None:
             raise _FoundError(f"rank {rank}: {problem}.")
     if plan.executor_facts().equal_ranks:
-        problem = storage_problem(plan.model, plan.uses, plan.virtual())
+        problem = storage_problem(plan.model, plan.uses, plan.virtual(), refined=dict(plan.refined))
         if problem is not None:
             raise _FoundError(f"virtual checkpoint: {problem}.")
     return "every stored entry of the result comes from one entry of the source"
@@ -249,6 +249,12 @@ def _engine_axes(plan: Plan) -> None:
     for layout in plan.layouts:
         axis = plan.model.axis(layout.axis)
         by_engine = axis.kind == "vocab" and facts.vocab_multiple > 0
+        if axis.kind == "experts":
+            slots = [layout.slots(rank) for rank in range(plan.tp)]
+            everywhere = all(np.array_equal(s[s >= 0], np.arange(axis.count)) for s in slots)
+            if not layout.in_engine or not everywhere:
+                raise _FoundError(f"{layout.axis} are cut inside, so every rank must list all {axis.count} of them.")
+            continue
         if by_engine:
             rows = np.arange(layout.total(), dtype=np.int64)
             rule = np.array_split(np.where(rows < axis.count, rows, -1), plan.tp)

@@ -21,7 +21,8 @@ from oddrank.layout.cost import Cost, kv_bytes_per_layer, rank_cost
 from oddrank.layout.executors import EXECUTORS, Constraints, Executor
 from oddrank.layout.layouts import Layout
 from oddrank.layout.plan import Plan
-from oddrank.layout.storage import storage_problem, units
+from oddrank.layout.refinement import Refinement
+from oddrank.layout.storage import storage_problem
 
 LAYOUTS = ("auto", "ragged", "pad", "replicate")
 DEFAULT_CONTEXT = 4096
@@ -70,9 +71,10 @@ def solve(model: Model, census: Census, request: Request, *, name: str, config_d
             f"the {facts.name} executor gives every rank the same number of heads, so it cannot run a ragged "
             "layout. Use --layout pad or replicate, or --executor runtime."
         )
-    unit = units(model, census.uses)
-    _enough_units(model, unit, request.tp)
-    solver = _Solver(model, census, request, facts, unit)
+    block = request.constraints.block
+    refinement = Refinement(model, census.uses, request.tp, block or facts.finest_block, forced=block is not None)
+    _enough_units(model, refinement.fine, request.tp)
+    solver = _Solver(model, census, request, facts, refinement)
     paired = {a for p in model.pairs for a in (p.follower, p.leader)}
     groups = [solver.pair(p) for p in model.pairs]
     groups += [solver.lone(a) for a in model.axes if a.name not in paired]
@@ -92,6 +94,7 @@ def solve(model: Model, census: Census, request: Request, *, name: str, config_d
         constraints=request.constraints,
         context=request.context,
         kv_itemsize=request.kv_itemsize,
+        refined=refinement.needed_by(layouts),
     )
     if request.run_tp is not None:
         plan = plan.at(request.run_tp)
@@ -130,9 +133,10 @@ def _enough_units(model: Model, unit: dict[str, int], tp: int) -> None:
 
 class _Solver:
     def __init__(
-        self, model: Model, census: Census, request: Request, facts: Executor, unit: dict[str, int]
+        self, model: Model, census: Census, request: Request, facts: Executor, refinement: Refinement
     ) -> None:
-        self.model, self.census, self.request, self.facts, self.unit = model, census, request, facts, unit
+        self.model, self.census, self.request, self.facts = model, census, request, facts
+        self.refinement = refinement
         self.stock = model.stock()
         self.want = request.constraints
 
@@ -144,7 +148,7 @@ class _Solver:
             pair.leader,
             self.stock[pair.follower],
             self.stock[pair.leader],
-            (self.unit[pair.follower], self.unit[pair.leader]),
+            (self.refinement.unit(pair.follower), self.refinement.unit(pair.leader)),
         )
         tp, layout = self.request.tp, self.request.layout
         is_kv = self.model.kv is not None and self.model.kv.axis == pair.leader
@@ -260,10 +264,11 @@ class _Solver:
     # -- widths, vocabulary, single head axes -------------------------------------------------------------------
 
     def lone(self, axis: Axis) -> tuple[Choice, ...]:
-        tp, unit = self.request.tp, self.unit[axis.name]
+        tp = self.request.tp
         exact, multiple = self.want.exact.get(axis.name), self.want.multiple.get(axis.name)
+        unit = self.refinement.unit(axis.name, exact)
         if axis.kind == "experts":
-            whole = Layout.of(axis.name, [range(axis.count)] * tp)
+            whole = Layout.of(axis.name, [range(axis.count)] * tp, in_engine=True)
             return self._choose([Candidate("even", (whole,), why="on every rank; cut inside")], None)
         step = tp * math.lcm(unit, multiple or 1)  # what an exact total must be a multiple of
         if axis.kind == "vocab" and self.facts.vocab_multiple:
@@ -294,7 +299,10 @@ class _Solver:
             served = widths.even(axis.name, axis.count, tp, cut, "identity")
             if served is not None:
                 return served
-            if multiple is None and axis.kind == "width":
+            if multiple is None and axis.kind == "width" and self._is_quantized(axis):
+                # kernels for quantized weights (Marlin, CUTLASS) take whole tiles only
+                cut = math.lcm(unit, self.facts.width_multiple)
+            elif multiple is None and axis.kind == "width":
                 cut = widths.aligned_unit(axis.count, tp, unit, self.facts.width_multiple)
             return widths.padded(axis.name, axis.count, tp, cut)
         run = self.request.run_tp
@@ -307,6 +315,11 @@ class _Solver:
         if exact % (tp * cut):
             return None
         return widths.padded(axis.name, axis.count, tp, unit, exact)
+
+    def _is_quantized(self, axis: Axis) -> bool:
+        return any(
+            use.format != "dense" and axis.name in self.model.roles[use.role].axes() for use in self.census.uses
+        )
 
     def _refuse_width(self, axis: Axis, step: int, exact: int | None, multiple: int | None) -> NoReturn:
         tp, under = self.request.tp, f" under {axis.name}_multiple={multiple}" if multiple else ""
@@ -329,7 +342,8 @@ class _Solver:
             source = {name: np.arange(n, dtype=np.int64) for name, n in self.stock.items()}
             source |= {la.axis: la.slots(rank) for la in c.layouts}
             partner = {p.follower: np.asarray(p.ranks[rank], dtype=np.int64) for p in c.pairings}
-            if storage_problem(self.model, self.census.uses, Slots(source, partner), axes):
+            slots, refined = Slots(source, partner), self.refinement.everywhere
+            if storage_problem(self.model, self.census.uses, slots, axes, refined):
                 return False
         return True
 
@@ -347,6 +361,7 @@ class _Solver:
                 context=self.request.context,
                 kv_itemsize=self.request.kv_itemsize,
                 axes=axes,
+                refined=self.refinement.everywhere if self.refinement.forced else None,
             )
             prices.append((cost.bytes_per_token() / shares[rank], cost))
         return max(prices, key=lambda price: price[0])

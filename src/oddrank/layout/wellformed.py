@@ -43,6 +43,9 @@ def faults(plan: Plan) -> Iterator[str]:
         yield "its pairings are not those of the model"
     for pairing in plan.pairings:
         yield from _pairing(plan, pairing)
+    for name, block in plan.refined:
+        if block < 1 or name not in (*names, "*"):
+            yield f"it refines {name} to blocks of {block}"
     constrained = {*plan.constraints.exact, *plan.constraints.multiple}
     if not constrained <= set(names):
         yield f"it constrains {', '.join(sorted(constrained - set(names)))}, which the model has not"

@@ -26,6 +26,10 @@ def virtual_config(plan: Plan, config: dict[str, Any], reader: str | None = None
     for key, axis in plan.model.config_axes:
         text[key] = counts[axis]
     text.update(plan.model.config_fixed)
+    block = dict(plan.refined).get("*")
+    quantization = result.get("quantization_config")
+    if block is not None and isinstance(quantization, dict) and "weight_block_size" in quantization:
+        quantization["weight_block_size"] = [block, block]
     family = families()[plan.model.family]
     spelled = family.respell(dict(text), reader or plan.executor_facts().reader)
     text.clear()

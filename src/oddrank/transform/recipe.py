@@ -20,6 +20,7 @@ from oddrank.geometry.dims import IntArray
 from oddrank.layout.census import stored_shape, use_instances, use_parts
 from oddrank.layout.index import logical_index, stored_index
 from oddrank.layout.plan import Plan
+from oddrank.layout.storage import target_block
 
 Words = npt.NDArray[Any]
 
@@ -59,7 +60,7 @@ def spans_of(index: IntArray) -> tuple[Span, ...]:
 
 def recipes(plan: Plan, slots: Slots) -> Iterator[tuple[str, Recipe]]:
     """(stored tensor name, recipe) for every stored tensor that has a role."""
-    stock = plan.model.stock()
+    stock, refined = plan.model.stock(), dict(plan.refined)
     made: dict[tuple[Any, ...], tuple[Span, ...]] = {}
     for use in plan.uses:
         role = plan.model.roles[use.role]
@@ -72,7 +73,9 @@ def recipes(plan: Plan, slots: Slots) -> Iterator[tuple[str, Recipe]]:
                 if key not in made:
                     index = logical_index(role.dims[d], stock, slots)
                     size = source_logical[d]
-                    made[key] = spans_of(stored_index(index, size, block, shared=part.stored.shared))
+                    target = target_block(role.dims[d], part, block, refined)
+                    entries = stored_index(index, size, block, shared=part.stored.shared, target_block=target)
+                    made[key] = spans_of(entries)
                 spans.append(made[key])
             source_shape = stored_shape(source_logical, part)
             shape = tuple(sum(s.length for s in sp) for sp in spans)

@@ -1,0 +1,57 @@
+"""Which scales a plan rewrites in finer blocks, so that an axis can be cut where the stored blocks do not allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from oddrank.geometry import Model, Slots
+from oddrank.layout.census import Use
+from oddrank.layout.layouts import Layout
+from oddrank.layout.storage import storage_problem, units
+
+WORTH = 1.05
+"""Refine only where the stored blocks make the fullest rank more than 5% larger: fewer, larger blocks are faster."""
+
+
+class Refinement:
+    """The units of a model's axes with its blocks as stored (`coarse`) and at the finest its executor takes (`fine`).
+
+    finest: that block, 0 = no refinement. forced: rewrite every scale in that block, whatever the layout needs.
+    """
+
+    def __init__(self, model: Model, uses: Iterable[Use], ranks: int, finest: int, *, forced: bool) -> None:
+        self.model, self.uses, self.ranks, self.finest, self.forced = model, tuple(uses), ranks, finest, forced
+        self.coarse = units(model, self.uses)
+        self.fine = units(model, self.uses, finest)
+        self.everywhere: dict[str, int] = {"*": finest} if finest else {}
+
+    def unit(self, axis: str, total: int | None = None) -> int:
+        """The unit to cut an axis in; `total`: the planned size, where the user fixed it."""
+        coarse, fine = self.coarse[axis], self.fine[axis]
+        if self.forced or coarse == fine:
+            return fine
+        if total is not None:
+            return coarse if total % (self.ranks * coarse) == 0 else fine
+        count = self.model.axis(axis).count
+        largest = [-(-count // (self.ranks * u)) * u for u in (coarse, fine)]
+        return coarse if largest[0] <= WORTH * largest[1] else fine
+
+    def needed_by(self, layouts: Mapping[str, Layout]) -> tuple[tuple[str, int], ...]:
+        """What a plan with these layouts has to refine: everything if forced, else the axes cut inside a block."""
+        if self.forced:
+            return tuple(self.everywhere.items())
+        if not self.finest:
+            return ()
+        stock = self.model.stock()
+        needed: dict[str, int] = {}
+        for axis, layout in layouts.items():
+            if self.coarse[axis] == self.fine[axis]:
+                continue
+            for rank in range(len(layout.ranks)):
+                source = {name: np.arange(n, dtype=np.int64) for name, n in stock.items()} | {axis: layout.slots(rank)}
+                if storage_problem(self.model, self.uses, Slots(source, {}), {axis}, needed):
+                    needed[axis] = self.finest
+                    break
+        return tuple(needed.items())
