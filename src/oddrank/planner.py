@@ -14,6 +14,7 @@ from oddrank.errors import OddrankError
 from oddrank.families import family_of
 from oddrank.geometry import Model
 from oddrank.layout.census import Census, take_census
+from oddrank.layout.cost import kv_bytes_per_layer
 from oddrank.layout.executors import Constraints
 from oddrank.layout.plan import Plan, config_digest
 from oddrank.layout.proof import Check, require
@@ -102,6 +103,42 @@ def make_plan(
         shares=None if shares is None else tuple(shares),
     )
     return plan_subject(subject, request)
+
+
+def plan_with_drafter(target: Subject, drafter: Subject, request: Request) -> tuple[Planned, Planned]:
+    """Plan a model and its speculative drafter together.
+
+    With equal ranks both must need the same KV bytes per token, layer and rank: an engine gives them one page size, and
+    prefix caching breaks where they differ. The cheapest layout of the target for which the drafter has one is taken.
+    The request's constraints are the target's. Raises OddrankError where no pair of layouts agrees.
+    """
+    alone = plan_subject(target, request)
+    own = msgspec.structs.replace(request, constraints=Constraints(block=request.constraints.block))
+    kv, model = target.model.kv, target.model
+    if kv is None or drafter.model.kv is None or not alone.plan.executor_facts().equal_ranks:
+        return alone, plan_subject(drafter, own)
+    heads = next(g for g in alone.solution.choices if kv.axis in {la.axis for la in g[0].candidate.layouts})
+    tried = []
+    for choice in sorted(heads, key=lambda c: not c.chosen):
+        layouts = {la.axis: la for la in choice.candidate.layouts}
+        needed = kv_bytes_per_layer(model, {kv.axis: max(layouts[kv.axis].counts())}, target.kv_itemsize)
+        tried.append(needed)
+        agreeing = Constraints(kv_bytes=needed, block=own.constraints.block)
+        try:
+            matched = plan_subject(drafter, msgspec.structs.replace(own, constraints=agreeing))
+        except OddrankError:
+            continue
+        if choice.chosen:
+            return alone, matched
+        exact = {**request.constraints.exact, **{a: la.total() for a, la in layouts.items()}}
+        wanted = msgspec.structs.replace(request.constraints, exact=exact)
+        return plan_subject(target, msgspec.structs.replace(request, constraints=wanted)), matched
+    slot = kv_bytes_per_layer(drafter.model, {drafter.model.kv.axis: 1}, drafter.kv_itemsize)
+    raise OddrankError(
+        f"{target.name} and its drafter {drafter.name} have no layouts at {request.tp} ranks with the same KV bytes "
+        f"per token, layer and rank, which one cache for both needs: the target can have "
+        f"{', '.join(map(str, tried))}, and a KV slot of the drafter is {slot}."
+    )
 
 
 def adopt_plan(file: str | os.PathLike[str], checkpoint: Checkpoint, tp: int) -> Plan:

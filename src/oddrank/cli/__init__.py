@@ -13,6 +13,7 @@ from oddrank.errors import OddrankError
 
 COMMANDS = {
     "plan": "How a model is laid out over N ranks, what it costs, and the proof",
+    "check": "Coverage: every tensor, its role, its format, its old and new shape",
     "pad": "Write the plan's virtual checkpoint to disk",
     "generate": "Generate text with the runtime, one process per rank",
     "verify": "Compare logits at TP=N, and of the padded checkpoint, with transformers on the original",

@@ -18,6 +18,9 @@ from oddrank.errors import OddrankError
 )
 @planning("runtime")
 @click.option("--run-tp", type=Sizes(), help="Ranks the plan will run on, where that is not --tp.")
+@click.option(
+    "--drafter", type=click.Path(), help="A speculative drafter to plan with MODEL, so that their KV caches agree."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with the whole plan under \"plan\".")
 def command(
     model: str,
@@ -27,6 +30,7 @@ def command(
     context: int,
     constraints: tuple[str, ...],
     run_tp: list[int] | None,
+    drafter: str | None,
     as_json: bool,
 ) -> None:
     """Plan MODEL, a directory with config.json and safetensors files, for N ranks.
@@ -37,7 +41,7 @@ def command(
     from oddrank.checkpoint import Checkpoint
     from oddrank.layout.executors import Constraints
     from oddrank.layout.solver import Request
-    from oddrank.planner import plan_subject, study
+    from oddrank.planner import plan_subject, plan_with_drafter, study
     from oddrank.report import describe
 
     subject = study(Checkpoint.open(model))
@@ -54,15 +58,21 @@ def command(
         )
 
     if len(sizes) == 1:
-        planned = plan_subject(subject, request(sizes[0]))
-        report = describe(planned.solution, planned.census, planned.checks)
+        if drafter is None:
+            every = [plan_subject(subject, request(sizes[0]))]
+        else:
+            every = [*plan_with_drafter(subject, study(Checkpoint.open(drafter)), request(sizes[0]))]
+        reports = [{**describe(p.solution, p.census, p.checks), "plan": p.plan} for p in every]
         if as_json:
-            click.echo(msgspec.json.encode({**report, "plan": planned.plan}))
+            click.echo(msgspec.json.encode({**reports[0], "drafter": reports[1]} if drafter else reports[0]))
         else:
             from oddrank.cli.tables import show_plan
 
-            show_plan(report)
+            for report in reports:
+                show_plan(report)
         return
+    if drafter is not None:
+        raise OddrankError("--drafter is planned with one size of --tp, not several.")
     lines = [size_line(subject, request(tp)) for tp in sizes]
     if as_json:
         click.echo(msgspec.json.encode(lines))

@@ -1,0 +1,173 @@
+"""What a checkpoint's config says of how each linear layer is stored.
+
+oddrank goes by what the tensors are; this is only held against them, because the lists in configs carry wrapper
+prefixes and wildcards and are sometimes wrong, and whoever reads the config (an engine) will do what it says.
+Sources: transformers 5.24 (quantizers' matching of `modules_to_not_convert`), compressed-tensors 0.20 (`targets`,
+`ignore`), NVIDIA ModelOpt (`quantized_layers`, `exclude_modules`), AMD Quark (`layer_quant_config`, `exclude`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+Declared = Callable[[str], str | None]
+"""Module name -> "dense", "fp8", "nvfp4", "mxfp4", "int4", "int8", or None where the config says nothing of it."""
+
+WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+
+
+def kind_of(format_name: str) -> str:
+    """The family of number formats a format belongs to: fp8-block-ct -> fp8."""
+    return format_name.partition("-")[0]
+
+
+def declared(quantization: dict[str, Any] | None, modelopt: dict[str, Any] | None = None) -> Declared:
+    """What `quantization_config` (and ModelOpt's `hf_quant_config.json`) says of any module.
+
+    A config of a method it does not know says nothing.
+    """
+    config = quantization or {}
+    if not config and modelopt:
+        config = {"quant_method": "modelopt", **_dict(modelopt.get("quantization"))}
+    method = str(config.get("quant_method", "")).replace("_", "-")
+    if method == "fp8":
+        return _rules([], _list(config.get("modules_to_not_convert")), "fp8", loose=True)
+    if method == "compressed-tensors":
+        return _compressed_tensors(config)
+    if method == "modelopt" or method.startswith("modelopt"):
+        if modelopt and not config.get("quantized_layers"):
+            config = {**_dict(modelopt.get("quantization")), **config}
+        return _modelopt(config)
+    if method == "quark":
+        return _quark(config)
+    if method == "mxfp4":
+        return _rules([], _list(config.get("modules_to_not_convert")), None, loose=True)
+    if not method:
+        return _rules([], [], "dense", loose=False)
+    return lambda name: None
+
+
+def _compressed_tensors(config: dict[str, Any]) -> Declared:
+    exact: list[tuple[str, str | None]] = []
+    everything: str | None = "dense"
+    for group in _dict(config.get("config_groups")).values():
+        kind = _scheme(_dict(_dict(group).get("weights")))
+        for target in _list(_dict(group).get("targets")):
+            if target == "Linear":
+                everything = kind
+            else:
+                exact.append((target, kind))
+    return _rules(exact, _list(config.get("ignore")), everything, loose=False)
+
+
+def _scheme(weights: dict[str, Any]) -> str | None:
+    bits, float_like, group = weights.get("num_bits"), weights.get("type") == "float", weights.get("group_size")
+    if bits == 8:
+        return ("mxfp8" if group == 32 else "fp8") if float_like else "int8"
+    if bits == 4:
+        return ("nvfp4" if group == 16 else "mxfp4") if float_like else "int4"
+    return None
+
+
+def _modelopt(config: dict[str, Any]) -> Declared:
+    exclude = _list(config.get("exclude_modules")) + _list(config.get("ignore"))
+    names = {"FP8": "fp8", "NVFP4": "nvfp4", "MXFP8": "mxfp8", "FP8_PB_WO": "fp8", "W4A16_NVFP4": "nvfp4"}
+    algorithm = str(config.get("quant_algo", ""))
+    layers = _dict(config.get("quantized_layers"))
+    if layers:
+        listed = [(name, names.get(str(_dict(v).get("quant_algo")))) for name, v in layers.items()]
+        return _rules(listed, exclude, "dense", loose=False)
+    return _rules([], exclude, names.get(algorithm), loose=False)
+
+
+def _quark(config: dict[str, Any]) -> Declared:
+    def kind(part: Any) -> str | None:
+        weight = _dict(_dict(part).get("weight"))
+        dtype = str(weight.get("dtype", ""))
+        if dtype.startswith("fp8"):
+            return "fp8"
+        return "mxfp4" if dtype == "fp4" and weight.get("group_size") == 32 else None
+
+    listed = [(name, kind(part)) for name, part in _dict(config.get("layer_quant_config")).items()]
+    return _rules(listed, _list(config.get("exclude")), kind(config.get("global_quant_config")), loose=False)
+
+
+def _rules(
+    listed: Iterable[tuple[str, str | None]], ignored: list[str], otherwise: str | None, *, loose: bool
+) -> Declared:
+    """Ignored modules are dense; then what is listed by name or pattern; then everything else.
+
+    loose: a name also stands for modules whose dotted name contains it, as in `modules_to_not_convert`.
+    """
+    skip = _Matcher([(name, "dense") for name in ignored], loose)
+    found = _Matcher(listed, False)
+
+    def say(name: str) -> str | None:
+        if skip.match(name) is not None:
+            return "dense"
+        hit = found.match(name)
+        return hit[0] if hit is not None else otherwise
+
+    return say
+
+
+class _Matcher:
+    """Names, wildcards and `re:` patterns, whichever wrapper prefix either side carries."""
+
+    def __init__(self, entries: Iterable[tuple[str, str | None]], loose: bool) -> None:
+        self._names: dict[str, str | None] = {}
+        self._patterns: list[tuple[re.Pattern[str], str | None]] = []
+        for entry, kind in entries:
+            if entry.startswith("re:"):
+                try:
+                    self._patterns.append((re.compile(entry[3:]), kind))
+                except re.error:
+                    continue
+            elif any(c in entry for c in "*?["):
+                self._patterns.append((re.compile(fnmatch.translate(entry)), kind))
+            else:
+                for spelling in spellings(entry):
+                    self._names.setdefault(spelling, kind)
+        self._loose = list(self._names) if loose and len(self._names) < 64 else []
+
+    def match(self, name: str) -> tuple[str | None] | None:
+        """(kind,) of the first entry that matches, None if none does."""
+        for spelling in spellings(name):
+            if spelling in self._names:
+                return (self._names[spelling],)
+            # a listed block covers what is inside it
+            for parent in _parents(spelling):
+                if parent in self._names:
+                    return (self._names[parent],)
+        for pattern, kind in self._patterns:
+            if any(pattern.match(s) for s in spellings(name)):
+                return (kind,)
+        for part in self._loose:
+            if f".{part}." in f".{name}.":
+                return (self._names[part],)
+        return None
+
+
+@lru_cache(maxsize=1 << 12)
+def spellings(name: str) -> tuple[str, ...]:
+    """A module's name with each wrapper prefix exchanged for the others."""
+    bare = next((name.removeprefix(w) for w in WRAPPERS if name.startswith(w)), name)
+    return tuple(dict.fromkeys([name, bare, *(w + bare for w in WRAPPERS)]))
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[str]:
+    return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
