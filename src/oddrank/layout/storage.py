@@ -15,8 +15,9 @@ Refined = Mapping[str, int]
 
 def target_block(dim: Dim, part: Part, block: int, refined: Refined) -> int:
     """The block of the result along `dim`: the source's, or a finer one that divides it. A scale of 128 x 128 is
-    four of 64 x 64 with the same value, so refining a shared entry loses nothing; packed values cannot be."""
-    if not refined or not part.stored.shared or block <= 1:
+    four of 64 x 64 with the same value, so refining a shared entry loses nothing; packed values cannot be, and the
+    groups of 16 or 32 columns of four-bit formats are the formats' own, which no config changes."""
+    if not refined or not part.stored.shared or min(part.stored.block) <= 1:
         return block
     wanted = [refined[name] for name, _ in dim.axes() if name in refined]
     wanted += [refined["*"]] if "*" in refined else []
