@@ -91,7 +91,7 @@ class Plan(msgspec.Struct, frozen=True):
     def is_identity(self) -> bool:
         """Is the virtual checkpoint the stock checkpoint?"""
         stock = self.model.stock()
-        return all(
+        return not self.refined and all(
             len(s) == stock[axis] and bool((s == np.arange(stock[axis])).all())
             for axis, s in self.virtual().source.items()
         )

@@ -6,13 +6,34 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from oddrank.errors import OddrankError
 from oddrank.geometry import Model, Slots
-from oddrank.layout.census import Use
+from oddrank.layout.census import Use, use_parts
 from oddrank.layout.layouts import Layout
 from oddrank.layout.storage import storage_problem, units
 
 WORTH = 1.05
 """Refine only where the stored blocks make the fullest rank more than 5% larger: fewer, larger blocks are faster."""
+
+
+def require_block(model: Model, uses: Iterable[Use], block: int) -> None:
+    """Raises OddrankError unless this checkpoint has block scales and `block` divides all of them."""
+    found = {
+        size
+        for use in uses
+        for part, _ in use_parts(model, use)
+        if part.stored.shared and min(part.stored.block) > 1
+        for size in part.stored.block
+    }
+    wrong = sorted(size for size in found if size % block)
+    if not found:
+        raise OddrankError(f"constraint block={block}: this checkpoint has no block scales to rewrite. Leave it out.")
+    if wrong:
+        works = [n for n in range(1, min(found) + 1) if all(size % n == 0 for size in found)]
+        raise OddrankError(
+            f"constraint block={block}: scales per {wrong[0]} elements cannot be rewritten per {block}, which does not "
+            f"divide {wrong[0]}. {', '.join(map(str, works))} do."
+        )
 
 
 class Refinement:

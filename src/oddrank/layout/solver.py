@@ -21,7 +21,7 @@ from oddrank.layout.cost import Cost, kv_bytes_per_layer, rank_cost
 from oddrank.layout.executors import EXECUTORS, Constraints, Executor
 from oddrank.layout.layouts import Layout
 from oddrank.layout.plan import Plan
-from oddrank.layout.refinement import Refinement
+from oddrank.layout.refinement import Refinement, require_block
 from oddrank.layout.storage import storage_problem
 
 LAYOUTS = ("auto", "ragged", "pad", "replicate")
@@ -72,6 +72,8 @@ def solve(model: Model, census: Census, request: Request, *, name: str, config_d
             "layout. Use --layout pad or replicate, or --executor runtime."
         )
     block = request.constraints.block
+    if block is not None:
+        require_block(model, census.uses, block)
     refinement = Refinement(model, census.uses, request.tp, block or facts.finest_block, forced=block is not None)
     _enough_units(model, refinement.fine, request.tp)
     solver = _Solver(model, census, request, facts, refinement)

@@ -28,10 +28,22 @@ def virtual_config(plan: Plan, config: dict[str, Any], reader: str | None = None
     text.update(plan.model.config_fixed)
     block = dict(plan.refined).get("*")
     quantization = result.get("quantization_config")
-    if block is not None and isinstance(quantization, dict) and "weight_block_size" in quantization:
-        quantization["weight_block_size"] = [block, block]
+    if block is not None and isinstance(quantization, dict):
+        _say_block(quantization, block)
     family = families()[plan.model.family]
     spelled = family.respell(dict(text), reader or plan.executor_facts().reader)
     text.clear()
     text.update(spelled)
     return result
+
+
+def _say_block(quantization: dict[str, Any], block: int) -> None:
+    """Block scales are in blocks of `block` now: Hugging Face's `weight_block_size` (128 x 128 where it is not
+    given), and the `block_structure` of compressed-tensors' groups."""
+    if quantization.get("quant_method") == "fp8":
+        quantization.setdefault("weight_block_size", [128, 128])
+    groups = quantization.get("config_groups")
+    weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    for holder, key in ((quantization, "weight_block_size"), *((w, "block_structure") for w in weights)):
+        if isinstance(holder, dict) and isinstance(holder.get(key), list):
+            holder[key] = [min(block, n) for n in holder[key]]
