@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
+from oddrank.checkpoint.dtypes import STORAGE
 from oddrank.errors import OddrankError
 from oddrank.layout.census import use_instances, use_parts
 from oddrank.layout.plan import Plan
@@ -34,8 +35,9 @@ class Tally(msgspec.Struct):
 class Stream(Iterable[tuple[str, T]]):
     """An iterator over (name, tensor) of the virtual checkpoint, with its tally.
 
-    Raises OddrankError for a tensor whose shape is not the one the plan was made for, and, when the source is
-    exhausted, where the tally is not complete (a warning instead with coverage="warn").
+    Raises OddrankError for a tensor that is not stored as the plan was made for (shape, width of its numbers), for one
+    that comes twice, and, when the source is exhausted, where the tally is not complete. With coverage="warn" these are
+    warnings; a tensor that is stored otherwise is then passed on as it came, and not counted.
     """
 
     def __init__(self, plan: Plan, tensors: Iterable[tuple[str, T]], coverage: Literal["strict", "warn"]) -> None:
@@ -55,6 +57,8 @@ class Stream(Iterable[tuple[str, T]]):
 
     def __iter__(self) -> Iterator[tuple[str, T]]:
         seen: set[str] = set()
+        for tally in self.tallies:
+            tally.count = 0
         for name, tensor in self._tensors:
             known = self._recipes.get(name)
             if known is None:
@@ -62,12 +66,14 @@ class Stream(Iterable[tuple[str, T]]):
                 yield name, tensor
                 continue
             recipe, tally = known
-            shape = tuple(getattr(tensor, "shape", ()))
-            if shape != recipe.source_shape:
-                raise OddrankError(
-                    f"{name} comes as {list(shape)}; the plan was made for {list(recipe.source_shape)}. The stream "
-                    "must be of the checkpoint that was planned, as stored."
+            if not _as_planned(recipe, tensor):
+                self._complain(
+                    f"{name} comes as {_kind(tensor)} {list(getattr(tensor, 'shape', ()))}; the plan was made for "
+                    f"{recipe.dtype} {list(recipe.source_shape)}. The stream must be of the checkpoint that was "
+                    "planned, as stored."
                 )
+                yield name, tensor
+                continue
             if name in seen:
                 self._complain(f"{name} came twice.")
             seen.add(name)
@@ -116,6 +122,38 @@ def transformed(recipe: Recipe, tensor: Any) -> Any:
     return torch.from_numpy(out.view(f"i{tensor.element_size()}" if tensor.element_size() > 1 else "u1")).view(
         tensor.dtype
     )
+
+
+_FLOATS = {
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+"""safetensors dtype by the name numpy, ml_dtypes and torch have for it."""
+
+
+def _kind(tensor: Any) -> str:
+    """The safetensors name of a tensor's dtype, else numpy's or torch's own."""
+    name = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
+    return _FLOATS.get(name, name)
+
+
+def _as_planned(recipe: Recipe, tensor: Any) -> bool:
+    """Is the tensor stored as the plan has it? Integers of the right width may carry any dtype's words; a float of
+    another kind was converted on the way, and words of fills would mean something else in it."""
+    kind = _kind(tensor)
+    if tuple(getattr(tensor, "shape", ())) != recipe.source_shape:
+        return False
+    if recipe.unchanged:
+        return True
+    if kind in _FLOATS.values():
+        return kind == recipe.dtype or {kind, recipe.dtype} == {"F8_E8M0", "U8"}
+    itemsize = tensor.dtype.itemsize if hasattr(tensor, "dtype") else 0
+    return bool(itemsize == STORAGE[recipe.dtype].itemsize)
 
 
 def _words(itemsize: int) -> np.dtype[Any]:
