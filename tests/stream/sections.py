@@ -1,0 +1,151 @@
+"""What the dimensions of each tensor are made of, by name: written from the model code, apart from the families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from formats.codec import Parts, Raw, decode
+
+from oddrank.checkpoint import Checkpoint
+
+Sections = tuple[tuple[str, int], ...]
+"""(axis, positions an element takes), one after another."""
+
+
+class Widths(NamedTuple):
+    head: int
+    gated: bool
+    gdn: int
+
+
+def widths(config: dict[str, Any]) -> Widths:
+    text = config.get("text_config", config)
+    head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    return Widths(head, "linear_key_head_dim" in text, text.get("linear_key_head_dim", 0))
+
+
+def cut_dims(dense_name: str, w: Widths) -> dict[int, Sections]:
+    """Dimension -> sections, for each dimension that some axis divides. Dimensions of the logical tensor."""
+    if dense_name.startswith("model.visual.") or dense_name == "mtp.fc.weight":
+        return {}
+    *_, module, leaf = ("", *dense_name.split("."))
+    what = leaf if leaf not in ("weight", "bias") else module
+    width = "moe" if ".experts" in dense_name else "shared" if ".shared_expert." in dense_name else "mlp"
+    k, v = ("gdn_k_heads", w.gdn), ("gdn_v_heads", w.gdn)
+    rows: dict[str, Sections] = {
+        "embed_tokens": (("vocab", 1),),
+        "lm_head": (("vocab", 1),),
+        # a gated attention's query head has its gate beside it
+        "q_proj": (("q_heads", w.head * (2 if w.gated else 1)),),
+        "k_proj": (("kv_heads", w.head),),
+        "v_proj": (("kv_heads", w.head),),
+        "gate_proj": ((width, 1),),
+        "up_proj": ((width, 1),),
+        "in_proj_qkv": (k, k, v),
+        "conv1d": (k, k, v),
+        "in_proj_z": (v,),
+        "in_proj_a": (("gdn_v_heads", 1),),
+        "in_proj_b": (("gdn_v_heads", 1),),
+        "A_log": (("gdn_v_heads", 1),),
+        "dt_bias": (("gdn_v_heads", 1),),
+        "predecessor_codebook": (("vocab", 1),),
+        "successor_codebook": (("vocab", 1),),
+    }
+    columns: dict[str, Sections] = {
+        "o_proj": (("q_heads", w.head),),
+        "out_proj": (v,),
+        "down_proj": ((width, 1),),
+    }
+    if what == "gate_up_proj":
+        return {1: (("moe", 1), ("moe", 1))}
+    if what in rows:
+        return {0: rows[what]}
+    if what in columns:
+        stacked = leaf == "down_proj"  # [experts, hidden, width], without `.weight`
+        return {2 if stacked else 1: columns[what]}
+    return {}
+
+
+PACKED = (".weight_packed", ".weight")
+COMPANIONS = (
+    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".input_scale",
+    ".input_global_scale",
+)  # fmt: skip
+
+
+def matrices(names: Iterator[str] | list[str]) -> dict[str, list[str]]:
+    """Dense name -> suffixes of its stored tensors; "" where it is stored under its dense name."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        suffix = next((s for s in (*COMPANIONS, ".weight_packed") if name.endswith(s)), None)
+        if suffix is None and not name.endswith(".weight"):
+            found[name] = [""]
+        else:
+            base = name.removesuffix(suffix or ".weight")
+            found.setdefault(f"{base}.weight", []).append(suffix or ".weight")
+    return found
+
+
+def scale_block(parts: dict[str, Raw], logical: tuple[int, ...]) -> tuple[int, int]:
+    """Elements along (N, K) per scale, as the releases store them."""
+    scale = parts.get(".weight_scale_inv") or parts.get(".weight_scale")
+    values = parts.get(".weight_packed") or parts[".weight"]
+    if scale is None or (scale.words.size == 1 and scale.words.ndim < 2):
+        return (0, 0)
+    if values.dtype == "U8":
+        return (1, 32 if scale.dtype == "U8" else 16)
+    if scale.words.ndim == 1 or scale.words.shape == (logical[0], 1):
+        return (1, 0)
+    return (128, 128)
+
+
+def logical(parts: dict[str, Raw], block: tuple[int, int] | None = None) -> npt.NDArray[np.float64]:
+    """The decoded tensor, from its stored tensors by suffix."""
+    if set(parts) == {""}:
+        parts = {".weight": parts[""]}
+    values = parts.get(".weight_packed") or parts[".weight"]
+    shape = values.words.shape
+    return decode(parts, block or scale_block(parts, shape))
+
+
+def raw(checkpoint: Checkpoint, name: str) -> Raw:
+    return Raw(checkpoint.tensors[name].dtype, checkpoint.array(name))
+
+
+def parts_of(checkpoint: Checkpoint, dense_name: str, suffixes: list[str]) -> dict[str, Raw]:
+    base = dense_name.removesuffix(".weight")
+    return {s: raw(checkpoint, base + s if s else dense_name) for s in suffixes}
+
+
+def places(sections: Sections, stock: dict[str, int], slots: dict[str, npt.NDArray[Any]]) -> list[int]:
+    """Source position of every position of the result along a dimension, -1 = dummy."""
+    found: list[int] = []
+    start = 0
+    for axis, width in sections:
+        for element in slots[axis].tolist():
+            found += range(start + element * width, start + (element + 1) * width) if element >= 0 else [-1] * width
+        start += stock[axis] * width
+    return found
+
+
+def gathered(
+    source: npt.NDArray[np.float64],
+    dims: dict[int, Sections],
+    stock: dict[str, int],
+    slots: dict[str, npt.NDArray[Any]],
+) -> npt.NDArray[np.float64]:
+    """The logical tensor with its elements where the slots say, zeros for dummies."""
+    made = source
+    for d, sections in dims.items():
+        at = np.array(places(sections, stock, slots))
+        made = np.take(made, np.maximum(at, 0), axis=d)
+        shape = [1] * made.ndim
+        shape[d] = len(at)
+        made = np.where((at >= 0).reshape(shape), made, 0.0)
+    return made
+
+
+__all__ = ["COMPANIONS", "PACKED", "Parts", "cut_dims", "gathered", "logical", "matrices", "parts_of", "raw", "widths"]
