@@ -176,7 +176,8 @@ class _Rank:
         q, k = q[:, partner] / np.sqrt(kw), k[:, partner]
         beta = _sigmoid(x @ self.weight(f"{at}in_proj_b.weight").T)
         step = x @ self.weight(f"{at}in_proj_a.weight").T + self.weight(f"{at}dt_bias")
-        decay = np.exp(-np.exp(self.weight(f"{at}A_log")) * np.logaddexp(0.0, step))
+        with np.errstate(invalid="ignore"):
+            decay = np.exp(-np.exp(self.weight(f"{at}A_log")) * np.logaddexp(0.0, step))
         state = np.zeros((values, kw, vw))
         out = np.empty((t, values, vw))
         for i in range(t):
