@@ -7,6 +7,7 @@ sharded.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,8 +179,28 @@ class Plan(msgspec.Struct, frozen=True):
                 )
             whole, per = from_runs(run for runs in la.ranks for run in runs), total // ranks
             layouts.append(Layout.of(la.axis, [whole[i * per : (i + 1) * per] for i in range(ranks)]))
+        self._require_whole_units(layouts)
         made = {la.axis: la for la in layouts}
         return tuple(layouts), tuple(even_pairing(made[p.follower], made[p.leader]) for p in self.pairings)
+
+    def _require_whole_units(self, layouts: list[Layout]) -> None:
+        """Raises OddrankError where these layouts of widths cut inside a stored entry, naming a width that does not."""
+        from oddrank.layout.storage import storage_problem, units
+
+        stock, refined = self.model.stock(), dict(self.refined)
+        for la in layouts:
+            ranks = len(la.ranks)
+            for rank in range(ranks) if self.model.axis(la.axis).kind == "width" else ():
+                source = {name: np.arange(n, dtype=np.int64) for name, n in stock.items()} | {la.axis: la.slots(rank)}
+                if storage_problem(self.model, self.uses, Slots(source, {}), {la.axis}, refined) is None:
+                    continue
+                unit = units(self.model, self.uses, refined.get(la.axis, refined.get("*", 0)))[la.axis]
+                step = unit * math.lcm(self.tp, ranks)
+                raise OddrankError(
+                    f"the plan for {self.tp} ranks has {la.total()} {la.axis}: {la.total() // ranks} on each of "
+                    f"{ranks} ranks, which cuts inside the units of {unit} in which it is stored. "
+                    f"{la.axis}={-(-stock[la.axis] // step) * step} is whole units at both sizes."
+                )
 
     def _engine_axis(self, layout: Layout, ranks: int) -> Layout:
         """An axis the engine cuts by its own rule, at another size: as it would have been planned there."""

@@ -19,7 +19,7 @@ from oddrank.layout.candidate import Candidate
 from oddrank.layout.census import Census
 from oddrank.layout.cost import Cost, kv_bytes_per_layer, rank_cost
 from oddrank.layout.executors import EXECUTORS, Constraints, Executor
-from oddrank.layout.layouts import Layout
+from oddrank.layout.layouts import Layout, apportion
 from oddrank.layout.plan import Plan
 from oddrank.layout.refinement import Refinement, require_block
 from oddrank.layout.storage import storage_problem
@@ -308,11 +308,12 @@ class _Solver:
                 cut = widths.aligned_unit(axis.count, tp, unit, self.facts.width_multiple)
             return widths.padded(axis.name, axis.count, tp, cut)
         run = self.request.run_tp
-        if exact % tp and run and exact >= axis.count and exact % (run * unit) == 0:
+        if exact % (tp * cut) and run and exact >= axis.count and exact % (run * cut) == 0:
             # planned for another size than it will run at: the ranks of the plan are only a way of writing it
             slots = np.full(exact, -1, dtype=np.int64)
             slots[: axis.count] = np.arange(axis.count)
-            layout = Layout.of(axis.name, np.array_split(slots, tp))
+            bounds = np.cumsum(apportion(exact // unit, tp))[:-1] * unit
+            layout = Layout.of(axis.name, np.split(slots, bounds))
             return Candidate("even", (layout,), why=f"{exact} as asked, to run at {run}")
         if exact % (tp * cut):
             return None
