@@ -282,20 +282,11 @@ def _mismatch(
     there = _stored_under(base, tensors)
     if not there:
         return f"{name} is missing (config.json implies {role.count()} of {role.name})"
-    # the form whose values fit, if only a companion is missing or misshapen
-    for form in forms:
-        values = tensors.get(base + form.parts[0].suffix)
-        if values is None or values.dtype not in form.parts[0].stored.dtypes:
-            continue
-        if tuple(values.shape) != form.shapes[0]:
-            continue
-        wrong = [
-            _expected(base + p.suffix, tensors.get(base + p.suffix), p, shape)
-            for p, shape in zip(form.parts[1:], form.shapes[1:], strict=True)
-            if not _fits(tensors.get(base + p.suffix), p, shape)
-        ]
-        if len(wrong) == 1 or (wrong and len(there) == 1):
-            return f"{base}{form.parts[0].suffix} is stored as {form.format.name}, but {wrong[0]}"
+    close = _closest(base, there, tensors, forms)
+    if close:
+        stored, _ = close[0]
+        either = "; or as ".join(f"{form.format.name}, but {wrong}" for form, wrong in close)
+        return f"{base}{stored.parts[0].suffix} is stored as {either}"
     first = tensors[there[0]]
     names = ", ".join(form.format.name for form in forms)
     if len(there) > 1:
@@ -305,6 +296,28 @@ def _mismatch(
     if any(first.dtype in form.parts[0].stored.dtypes for form in forms if len(form.parts) == 1):
         return f"{what}, but config.json implies {list(logical)}"
     return f"{what}, which no known format ({names}) stores a {list(logical)} as"
+
+
+def _closest(
+    base: str, there: list[str], tensors: Mapping[str, TensorLike], forms: list[_Form]
+) -> list[tuple[_Form, str]]:
+    """The forms whose values fit and that know everything that is stored, so that only a companion is missing or
+    misshapen, with what is wrong; of several, those with the fewest wrong companions."""
+    found: dict[int, list[tuple[_Form, str]]] = {}
+    for form in forms:
+        values = tensors.get(base + form.parts[0].suffix)
+        if values is None or not _fits(values, form.parts[0], form.shapes[0]):
+            continue
+        if not {base + part.suffix for part in form.parts}.issuperset(there):
+            continue
+        wrong = [
+            _expected(base + part.suffix, tensors.get(base + part.suffix), part, shape)
+            for part, shape in zip(form.parts, form.shapes, strict=True)
+            if not _fits(tensors.get(base + part.suffix), part, shape)
+        ]
+        if wrong and (len(wrong) == 1 or len(there) == 1):
+            found.setdefault(len(wrong), []).append((form, wrong[0]))
+    return found[min(found)] if found else []
 
 
 def _fits(tensor: TensorLike | None, part: Part, shape: tuple[int, ...]) -> bool:
