@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from formats.codec import Parts, Raw, decode
+from formats.codec import Raw, decode
 
 from oddrank.checkpoint import Checkpoint
 
@@ -51,8 +51,6 @@ def cut_dims(dense_name: str, w: Widths) -> dict[int, Sections]:
         "in_proj_b": (("gdn_v_heads", 1),),
         "A_log": (("gdn_v_heads", 1),),
         "dt_bias": (("gdn_v_heads", 1),),
-        "predecessor_codebook": (("vocab", 1),),
-        "successor_codebook": (("vocab", 1),),
     }
     columns: dict[str, Sections] = {
         "o_proj": (("q_heads", w.head),),
@@ -69,7 +67,6 @@ def cut_dims(dense_name: str, w: Widths) -> dict[int, Sections]:
     return {}
 
 
-PACKED = (".weight_packed", ".weight")
 COMPANIONS = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".input_scale",
     ".input_global_scale",
@@ -146,6 +143,3 @@ def gathered(
         shape[d] = len(at)
         made = np.where((at >= 0).reshape(shape), made, 0.0)
     return made
-
-
-__all__ = ["COMPANIONS", "PACKED", "Parts", "cut_dims", "gathered", "logical", "matrices", "parts_of", "raw", "widths"]
