@@ -17,6 +17,7 @@ F64 = npt.NDArray[np.float64]
 Words = npt.NDArray[Any]
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 
 class Raw(NamedTuple):
@@ -41,7 +42,7 @@ def numbers(raw: Raw) -> F64:
         case "F32":
             found = words.view(np.float32)
         case "F8_E4M3":
-            found = torch.from_numpy(words.copy()).view(torch.float8_e4m3fn).float().numpy()
+            found = E4M3[words]
         case _:
             raise AssertionError(raw.dtype)
     return found.astype(np.float64)

@@ -212,4 +212,9 @@ def sample(name: str, shape: tuple[int, int]) -> Parts:
 
 def stored(dialect: Dialect, x: F32, bound: float | None = None) -> dict[str, Raw]:
     """`bound`: the largest magnitude of the tensor that `x` is a part of."""
-    return dialect.quantize(np.ascontiguousarray(x), float(np.abs(x).max()) if bound is None else bound)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # matrices this small take far longer on several threads of a busy machine
+    try:
+        return dialect.quantize(np.ascontiguousarray(x), float(np.abs(x).max()) if bound is None else bound)
+    finally:
+        torch.set_num_threads(threads)
