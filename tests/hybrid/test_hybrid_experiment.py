@@ -8,10 +8,9 @@ executor check refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 from hybrid.mutations import dummy_experts, mutations, random_edit, without_inert_followers
 from hybrid.random_plans import equal_plan, ragged_plan
 from hybrid.subjected import DIFFERENT, SAME, Subjected
@@ -20,15 +19,6 @@ from hybrid.tiny import FAMILIES, SHAPES, config
 from oddrank.layout.plan import Plan
 
 BYSTANDERS = {"storage", "executor"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices: threads only get in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def accepted(m: Subjected, plan: Plan, where: str) -> None:

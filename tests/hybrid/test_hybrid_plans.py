@@ -3,11 +3,8 @@ config, ragged and weighted ones rank by rank. All in float64, equal to 1e-10.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-import torch
 from hybrid.subjected import DIFFERENT, SAME, Subjected, distance, virtual
 from hybrid.tiny import FAMILIES, FULL, LINEAR, Heads, config, is_moe, text_of, transformers_logits
 
@@ -18,14 +15,6 @@ from oddrank.planner import plan_subject
 from oddrank.report import idle_ranks
 
 SIZES = (2, 3, 5, 6, 7, 8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def busy(tp: int) -> Heads:

@@ -3,12 +3,11 @@ refuses. A family file that says the wrong thing is noticed by the experiment, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 from hybrid import interpreter
 from hybrid.random_plans import equal_plan, ragged_plan
 from hybrid.subjected import DIFFERENT, SAME, Subjected, distance, virtual
@@ -23,14 +22,6 @@ from oddrank.layout.solver import Request
 from oddrank.planner import plan_subject
 
 HEADS = Heads(6, 2, 4, 8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
