@@ -105,9 +105,12 @@ def write_readme(section: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python bench", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*SCRIPTS, []], metavar="NAME", help="only these; the README stays as it is")
+    only = f"of {', '.join(SCRIPTS)}: only these, and the README stays as it is"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=only)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if unknown := set(options.names) - set(SCRIPTS):
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}")
     machine = describe()
     reports: dict[str, dict[str, Any]] = {}
     for name in options.names or SCRIPTS:
