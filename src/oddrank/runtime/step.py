@@ -1,7 +1,7 @@
 """One forward pass over a batch: which tokens, of which sequences, at which positions."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class Step:
         self.sequences = [(s.stop - s.start, s.length) for s in self.segments]
         self.last = torch.tensor([s.stop - 1 for s in self.segments], device=tokens.device)
         """Where each sequence's last token lies in the step, int64 [sequences]."""
+        self.views: dict[tuple[int, int | None], Any] = {}
+        """What the cache keeps for the step."""
         self._masks: dict[tuple[int | None, int | None, torch.dtype], Tensor] = {}
 
     @classmethod

@@ -9,6 +9,8 @@ from torch import Tensor
 from oddrank.runtime.cache import KVCache
 from oddrank.runtime.step import Step
 
+_HALF = (torch.bfloat16, torch.float16)
+
 
 class HeadMap:
     """Which local KV slot each local query slot reads, as what decoding needs: queries grouped by KV slot.
@@ -38,47 +40,64 @@ class HeadMap:
 
 
 class Attention:
-    """softmax(q k^T / sqrt(head_dim)) v, causal, over the tokens the cache holds and the step's own.
+    """softmax(q k^T * scale) v, causal, over the tokens the cache holds and the step's own.
 
     window: each token sees itself and the window - 1 tokens before it; None: all before it.
     """
 
     def __init__(self, heads: HeadMap, layer: int, scale: float, window: int | None = None) -> None:
         self.heads, self.layer, self.scale, self.window = heads, layer, scale, window
+        self._unused = torch.zeros(1, 1, 1)
 
     def __call__(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
-        """q [tokens, query slots, head_dim], kv [tokens, 2, KV slots, head_dim] -> as q, after `kv` is cached."""
+        """q [tokens, query slots, head_dim], kv [tokens, 2 * KV slots, head_dim], keys first -> as q, after `kv`
+        is cached."""
         if self.heads.q_heads == 0:
             return q
-        return self._decode(q, kv, step, cache) if step.decode else self._prefill(q, kv, step, cache)
-
-    def _decode(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
-        """All sequences at once. A group's queries are the rows of one small matrix against its keys, so keys
-        are read once and never repeated."""
-        buffer, heads, n = cache.layer(self.layer), self.heads, len(step.segments)
-        both, slot, head, token, _ = buffer.stride()
-        dim, longest = cache.head_dim, step.longest
-        if n == 1:
-            buffer.as_strided((1, 2, heads.kv_heads, dim), (0, both, head, 1), (longest - 1) * token).copy_(kv)
-        else:
-            buffer[:, torch.arange(n, device=q.device), :, step.positions] = kv.to(buffer.dtype)
-        first = step.first_key(self.window)
-        shape, stride = (2, n, heads.kv_heads, longest - first, dim), (both, slot, head, token, 1)
-        k, v = buffer.as_strided(shape, stride, first * token).unbind(0)
+        if not step.decode:
+            return self._prefill(q, kv, step, cache)
+        heads = self.heads
         grouped = q if heads.members is None else q.index_select(1, heads.members)
-        grouped = grouped.view(n, heads.kv_heads, heads.group, dim).to(k.dtype)
-        mask = step.decode_mask(self.window, k.dtype)
-        out = F.scaled_dot_product_attention(grouped, k, v, mask, scale=self.scale).to(q.dtype)
-        out = out.reshape(n, -1, dim)
+        out = (self._decode_one if len(step.segments) == 1 else self._decode)(grouped, kv, step, cache)
         return out if heads.place is None else out.index_select(1, heads.place)
+
+    # Decoding: a group's queries are the rows of one small matrix against its keys, so keys are read once and
+    # never repeated.
+
+    def _decode_one(self, grouped: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
+        target, keys, values = cache.views(step, self.window)[self.layer]
+        assert target is not None
+        target.copy_(kv[0])
+        heads = self.heads
+        q = grouped.view(heads.kv_heads, heads.group, -1)
+        if keys.dtype is not q.dtype or q.dtype in _HALF:
+            q = q.to(keys.dtype)[None]
+            out = F.scaled_dot_product_attention(q, keys.mT[None], values[None], scale=self.scale)
+            return out.to(grouped.dtype).view(grouped.shape)
+        if self._unused.dtype is not q.dtype:
+            self._unused = q.new_zeros(1, 1, 1)
+        # The same in three small products, which cost less to start than the fused one.
+        scores = torch.baddbmm(self._unused, q, keys, beta=0, alpha=self.scale)
+        return torch.bmm(torch.softmax(scores, -1), values).view(grouped.shape)
+
+    def _decode(self, grouped: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
+        """All sequences at once; shorter ones mask what lies past their end."""
+        buffer, heads, n = cache.layer(self.layer), self.heads, len(step.segments)
+        buffer[torch.arange(n, device=kv.device), :, step.positions] = kv.to(buffer.dtype)
+        _, keys, values = cache.views(step, self.window)[self.layer]
+        q = grouped.reshape(n, heads.kv_heads, heads.group, -1).to(keys.dtype)
+        mask = step.decode_mask(self.window, keys.dtype)
+        out = F.scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)
+        return out.to(grouped.dtype).reshape(grouped.shape)
 
     def _prefill(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
         """A sequence at a time, in the activations' type, from what the cache holds: what decoding will see."""
         buffer, partner = cache.layer(self.layer), self.heads.partner
         out = torch.empty_like(q)
         for i, s in enumerate(step.segments):
-            buffer[:, s.slot, :, s.past : s.length] = kv[s.start : s.stop].permute(1, 2, 0, 3)
-            k, v = buffer[:, s.slot, :, : s.length].to(q.dtype).unbind(0)
+            buffer[s.slot, :, s.past : s.length] = kv[s.start : s.stop].transpose(0, 1)
+            both = buffer[s.slot, :, : s.length].to(q.dtype)
+            k, v = both[: self.heads.kv_heads], both[self.heads.kv_heads :]
             if partner is not None:
                 k, v = k.index_select(0, partner), v.index_select(0, partner)
             mask = step.prefill_mask(i, self.window, q.dtype)
