@@ -50,7 +50,7 @@ def logits_agree(c: Config, tp: int, reader: str) -> Config:
 
 
 @pytest.mark.parametrize("reader", ["transformers", "vllm"])
-@pytest.mark.parametrize("tp", [2, 4, 5, 7, 8])
+@pytest.mark.parametrize("tp", [2, 5, 8])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_whatever_name_it_gets_the_logits_are_the_same(variant: str, tp: int, reader: str) -> None:
     c = config(variant, q=9, kv=3, head_dim=4, mlp=22, vocab=50, torch_dtype="float64", rope_theta=3333.0)
