@@ -100,7 +100,8 @@ def _weight(kind: type[NarrowWeight], values: torch.Tensor, threads: int = 1) ->
     parameter = Parameter([("w.weight", len(values))], tuple(values.shape[1:]), values.dtype)
     parameter.fill(values)
     weight = kind(parameter)
-    weight.prepare(threads)
+    for _ in range(2):  # the second changes nothing
+        weight.prepare(threads)
     return weight
 
 

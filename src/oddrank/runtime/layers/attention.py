@@ -47,7 +47,6 @@ class Attention:
 
     def __init__(self, heads: HeadMap, layer: int, scale: float, window: int | None = None) -> None:
         self.heads, self.layer, self.scale, self.window = heads, layer, scale, window
-        self._unused = torch.zeros(1, 1, 1)
 
     def __call__(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
         """q [tokens, query slots, head_dim], kv [tokens, 2 * KV slots, head_dim], keys first -> as q, after `kv`
@@ -74,10 +73,8 @@ class Attention:
             q = q.to(keys.dtype)[None]
             out = F.scaled_dot_product_attention(q, keys.mT[None], values[None], scale=self.scale)
             return out.to(grouped.dtype).view(grouped.shape)
-        if self._unused.dtype is not q.dtype:
-            self._unused = q.new_zeros(1, 1, 1)
         # The same in three small products, which cost less to start than the fused one.
-        scores = torch.baddbmm(self._unused, q, keys, beta=0, alpha=self.scale)
+        scores = torch.bmm(q, keys).mul_(self.scale)
         return torch.bmm(torch.softmax(scores, -1), values).view(grouped.shape)
 
     def _decode(self, grouped: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:

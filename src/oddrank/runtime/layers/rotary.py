@@ -13,6 +13,9 @@ from torch import Tensor
 
 from oddrank.errors import OddrankError
 
+_ROWS = 256
+"""Positions that a table of angles begins with; it doubles as sequences grow."""
+
 
 class Rotary(NamedTuple):
     """cos and signed sin of a step's tokens, [tokens, 1, head_dim]; sin is negative in the first half."""
@@ -54,12 +57,20 @@ class RotaryEmbedding:
         self._dynamic = kind == "dynamic"
         self.limit = int(max_positions * rope["factor"]) if self._dynamic else max_positions
         """Positions that the model is meant for."""
+        self._table = self._make(torch.arange(0, device=self._device), self.inv_freq)
 
     def __call__(self, positions: Tensor, sequences: Sequence[tuple[int, int]]) -> Rotary:
         """positions: int64 [tokens]. sequences: (tokens in this step, length with them) of each sequence."""
-        inv_freq = self.inv_freq
-        if self._dynamic and any(length > self._max_positions for _, length in sequences):
+        longest = max((length for _, length in sequences), default=0)
+        if self._dynamic and longest > self._max_positions:
             inv_freq = torch.cat([self._at(length)[0].expand(n, -1) for n, length in sequences])
+            return self._make(positions, inv_freq)
+        if longest > self._table.cos.shape[0]:
+            rows = max(_ROWS, 1 << (longest - 1).bit_length())
+            self._table = self._make(torch.arange(rows, device=self._device), self.inv_freq)
+        return Rotary(self._table.cos.index_select(0, positions), self._table.sin.index_select(0, positions))
+
+    def _make(self, positions: Tensor, inv_freq: Tensor) -> Rotary:
         angles = positions[:, None].float() * inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self._scaling != 1.0:
