@@ -67,7 +67,10 @@ def allreduce_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def number(value: float | None, unit: str) -> str:
-    return "" if value is None else f"{value:.3g} {unit}" if abs(value) < 1000 else f"{value:.0f} {unit}"
+    """Three digits and the unit."""
+    if value is None:
+        return ""
+    return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:#.3g} {unit}"
 
 
 def table(machine: dict[str, Any], reports: dict[str, dict[str, Any]]) -> str:
