@@ -12,14 +12,13 @@ BLOCK = 256
 
 
 class LayerView(NamedTuple):
-    """One layer's cache as a decode step of n sequences needs it.
+    """One layer's cache as the decode step of a single sequence needs it.
 
-    target: where the step's keys and values go, [2 * kv_heads, head_dim]; None where n > 1.
-    keys: [n, kv_heads, tokens, head_dim]; for n = 1 [kv_heads, head_dim, tokens].
-    values: [n, kv_heads, tokens, head_dim]; for n = 1 without the first dimension.
+    target: where the step's keys and values go, [2 * kv_heads, head_dim]. keys: [kv_heads, head_dim, tokens].
+    values: [kv_heads, tokens, head_dim].
     """
 
-    target: Tensor | None
+    target: Tensor
     keys: Tensor
     values: Tensor
 
@@ -41,6 +40,7 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.layers, self.slots, self.kv_heads, self.head_dim = layers, slots, kv_heads, head_dim
+        self.half = dtype.itemsize == 2
         self.capacity = 0
         self._buffer = torch.empty(layers, slots, 2 * kv_heads, 0, head_dim, dtype=dtype, device=device)
 
@@ -70,20 +70,13 @@ class KVCache:
         self._buffer[:, target, :, :length] = self._buffer[:, source, :, :length]
 
     def views(self, step: Step, window: int | None) -> list[LayerView]:
-        """Every layer's view for a decode step: made for all layers at once, and once a step."""
-        key = (id(self._buffer), window)
-        made: list[LayerView] | None = step.views.get(key)
+        """Every layer's view for a decode step of one sequence: made for all layers at once, and once a step."""
+        made: list[LayerView] | None = step.views.get(window)
         if made is None:
-            made = step.views[key] = self._views(step, step.first_key(window))
+            first, end = step.first_key(window), step.longest
+            whole = self._buffer[:, 0]
+            targets = whole[:, :, end - 1].unbind(0)
+            keys = whole[:, : self.kv_heads, first:end].transpose(2, 3).unbind(0)
+            values = whole[:, self.kv_heads :, first:end].unbind(0)
+            made = step.views[window] = [LayerView(*t) for t in zip(targets, keys, values, strict=True)]
         return made
-
-    def _views(self, step: Step, first: int) -> list[LayerView]:
-        kv, n, end = self.kv_heads, len(step.segments), step.longest
-        whole = self._buffer[:, :n]
-        keys, values = whole[:, :, :kv, first:end], whole[:, :, kv:, first:end]
-        if n > 1:
-            pairs = zip(keys.unbind(0), values.unbind(0), strict=True)
-            return [LayerView(None, k, v) for k, v in pairs]
-        targets = whole[:, 0, :, end - 1].unbind(0)
-        across = keys[:, 0].transpose(2, 3).unbind(0)
-        return [LayerView(*t) for t in zip(targets, across, values[:, 0].unbind(0), strict=True)]

@@ -40,8 +40,8 @@ class Step:
         self.longest = max(s.length for s in self.segments)
         self.uniform = all(s.length == self.longest for s in self.segments)
         self.sequences = [(s.stop - s.start, s.length) for s in self.segments]
-        self.views: dict[tuple[int, int | None], Any] = {}
-        """What the cache keeps for the step."""
+        self.views: dict[int | None, Any] = {}
+        """What the cache keeps for the step, by attention window."""
         self._masks: dict[tuple[int | None, int | None, torch.dtype], Tensor] = {}
 
     @property

@@ -9,8 +9,6 @@ from torch import Tensor
 from oddrank.runtime.cache import KVCache
 from oddrank.runtime.step import Step
 
-_HALF = (torch.bfloat16, torch.float16)
-
 
 class HeadMap:
     """Which local KV slot each local query slot reads, as what decoding needs: queries grouped by KV slot.
@@ -26,6 +24,7 @@ class HeadMap:
         counts = np.bincount(partner, minlength=kv_heads) if q_heads else np.zeros(kv_heads, np.int64)
         self.q_heads, self.kv_heads = q_heads, kv_heads
         self.group = int(counts.max()) if q_heads else 0
+        self.shape = (kv_heads, self.group, -1)
         order = np.argsort(partner, kind="stable")
         place = np.empty(q_heads, dtype=np.int64)  # where in the groups each query slot lies
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]]) if kv_heads else counts
@@ -51,37 +50,31 @@ class Attention:
     def __call__(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
         """q [tokens, query slots, head_dim], kv [tokens, 2 * KV slots, head_dim], keys first -> as q, after `kv`
         is cached."""
-        if self.heads.q_heads == 0:
+        heads = self.heads
+        if heads.q_heads == 0:
             return q
         if not step.decode:
             return self._prefill(q, kv, step, cache)
-        heads = self.heads
+        # A group's queries are the rows of one small matrix against its keys, so that keys are read once and never
+        # repeated.
         grouped = q if heads.members is None else q.index_select(1, heads.members)
-        out = (self._decode_one if len(step.segments) == 1 else self._decode)(grouped, kv, step, cache)
+        if len(step.segments) > 1 or cache.half:
+            out = self._decode(grouped, kv, step, cache)
+        else:
+            # The same in three small products, which cost less to start than the fused one.
+            target, keys, values = cache.views(step, self.window)[self.layer]
+            target.copy_(kv[0])
+            scores = torch.bmm(grouped.view(heads.shape), keys).mul_(self.scale)
+            out = torch.bmm(torch.softmax(scores, -1), values).view(1, -1, cache.head_dim)
         return out if heads.place is None else out.index_select(1, heads.place)
-
-    # Decoding: a group's queries are the rows of one small matrix against its keys, so keys are read once and
-    # never repeated.
-
-    def _decode_one(self, grouped: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
-        target, keys, values = cache.views(step, self.window)[self.layer]
-        assert target is not None
-        target.copy_(kv[0])
-        heads = self.heads
-        q = grouped.view(heads.kv_heads, heads.group, -1)
-        if keys.dtype is not q.dtype or q.dtype in _HALF:
-            q = q.to(keys.dtype)[None]
-            out = F.scaled_dot_product_attention(q, keys.mT[None], values[None], scale=self.scale)
-            return out.to(grouped.dtype).view(grouped.shape)
-        # The same in three small products, which cost less to start than the fused one.
-        scores = torch.bmm(q, keys).mul_(self.scale)
-        return torch.bmm(torch.softmax(scores, -1), values).view(grouped.shape)
 
     def _decode(self, grouped: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
         """All sequences at once; shorter ones mask what lies past their end."""
         buffer, heads, n = cache.layer(self.layer), self.heads, len(step.segments)
         buffer[torch.arange(n, device=kv.device), :, step.positions] = kv.to(buffer.dtype)
-        _, keys, values = cache.views(step, self.window)[self.layer]
+        first = step.first_key(self.window)
+        keys = buffer[:n, : heads.kv_heads, first : step.longest]
+        values = buffer[:n, heads.kv_heads :, first : step.longest]
         q = grouped.reshape(n, heads.kv_heads, heads.group, -1).to(keys.dtype)
         mask = step.decode_mask(self.window, keys.dtype)
         out = F.scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)

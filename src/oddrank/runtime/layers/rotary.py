@@ -18,14 +18,16 @@ _ROWS = 256
 
 
 class Rotary(NamedTuple):
-    """cos and signed sin of a step's tokens, [tokens, 1, head_dim]; sin is negative in the first half."""
+    """cos and signed sin of a step's tokens, [tokens, 1, head_dim]; sin is negative in the first half, which is `half`
+    wide."""
 
     cos: Tensor
     sin: Tensor
+    half: int
 
     def apply_(self, x: Tensor) -> Tensor:
         """Rotate x [tokens, heads, head_dim] in place: x * cos + rotate_half(x) * sin."""
-        swapped = torch.roll(x, x.shape[-1] // 2, -1)
+        swapped = torch.roll(x, self.half, -1)
         return x.mul_(self.cos).addcmul_(swapped, self.sin)
 
 
@@ -68,7 +70,8 @@ class RotaryEmbedding:
         if longest > self._table.cos.shape[0]:
             rows = max(_ROWS, 1 << (longest - 1).bit_length())
             self._table = self._make(torch.arange(rows, device=self._device), self.inv_freq)
-        return Rotary(self._table.cos.index_select(0, positions), self._table.sin.index_select(0, positions))
+        cos, sin, half = self._table
+        return Rotary(cos.index_select(0, positions), sin.index_select(0, positions), half)
 
     def _make(self, positions: Tensor, inv_freq: Tensor) -> Rotary:
         angles = positions[:, None].float() * inv_freq
@@ -76,7 +79,7 @@ class RotaryEmbedding:
         if self._scaling != 1.0:
             cos, sin = cos * self._scaling, sin * self._scaling
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        return Rotary(cos.to(self._dtype)[:, None, :], sin.to(self._dtype)[:, None, :])
+        return Rotary(cos.to(self._dtype)[:, None, :], sin.to(self._dtype)[:, None, :], self._dim // 2)
 
     def _at(self, length: int) -> tuple[Tensor, float]:
         inv_freq, scaling = self._frequencies(self._rope, self._dim, self._max_positions, length)
