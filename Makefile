@@ -37,7 +37,7 @@ test-gpu: $(STAMP) ## the tests that need a CUDA GPU; skipped where there is non
 	fi
 
 bench: $(STAMP) ## the speed and memory targets, measured
-	@$(BIN)/python -m oddrank.bench
+	@$(BIN)/python bench
 
 clean: ## remove .venv, the converted model and every cache
 	rm -rf $(VENV) models build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache src/*.egg-info

@@ -22,13 +22,9 @@ from machine import AnonymousPeak, sync_files
 from report import row
 from synthetic import ODD, write
 
-PAIRS = 3
+PAIRS = 5
 TARGET_RATIO = 0.8
 TARGET_ANONYMOUS = 300e6  # bytes
-
-
-def weights(path: Path) -> list[Path]:
-    return sorted(path.rglob("*"))
 
 
 def run_pad(model: Path, out: Path) -> tuple[float, int, dict[str, Any]]:

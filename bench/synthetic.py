@@ -91,8 +91,8 @@ def write(shape: Shape, path: Path, sparse: bool = False) -> int:
         done += size_of(entry)
     # small normal numbers: any of them may be multiplied without overflow
     noise = (np.random.default_rng(0).standard_normal(BLOCK // 4, np.float32) * 0.02).view(np.uint32) >> 16
-    block = memoryview(np.ascontiguousarray(noise.astype(np.uint16))).cast("B")
-    weight_map = {}
+    block = memoryview(noise.astype(np.uint16).tobytes())
+    weight_map: dict[str, str] = {}
     for number, part in enumerate(files, 1):
         name = "model.safetensors" if shape.shards == 1 else f"model-{number:05}-of-{shape.shards:05}.safetensors"
         weight_map |= {entry[0]: name for entry in part}

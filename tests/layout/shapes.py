@@ -56,7 +56,6 @@ VARIANTS = {
         Variant("qwen3", qkv_bias=True, o_bias=True, qk_norm=True),
     )
 }
-PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def config(

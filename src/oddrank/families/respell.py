@@ -10,6 +10,17 @@ from __future__ import annotations
 from oddrank.errors import OddrankError
 from oddrank.families.base import Config
 
+_MEANT: dict[str, Config] = {
+    "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None},
+    "qwen2": {"max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+}
+"""What a key means under its own model type where the config leaves it out, for keys whose defaults differ from
+those of the other type (transformers 5.24's config classes)."""
+
+
+def _written_out(config: Config) -> Config:
+    return {**_MEANT.get(str(config.get("model_type")), {}), **config}
+
 
 def head_dim_is_implied(config: Config) -> bool:
     """Does hidden_size / num_attention_heads give the head_dim that the config writes out?"""
@@ -20,7 +31,7 @@ def head_dim_is_implied(config: Config) -> bool:
 def as_mistral(config: Config) -> Config:
     """No biases, no window: mistral's arithmetic is llama's when `sliding_window` is null."""
     return {
-        **config,
+        **_written_out(config),
         "model_type": "mistral",
         "architectures": ["MistralForCausalLM"],
         "sliding_window": None,
@@ -41,7 +52,7 @@ def as_seed_oss(config: Config, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool)
         )
     drop = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
     return {
-        **{k: v for k, v in config.items() if k not in drop},
+        **{k: v for k, v in _written_out(config).items() if k not in drop},
         "model_type": "seed_oss",
         "architectures": ["SeedOssForCausalLM"],
         "attention_bias": qkv_bias,

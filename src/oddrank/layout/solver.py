@@ -175,6 +175,8 @@ class _Solver:
         if layout == "pad":
             padded = [c for c in fitting if c.gqa is not None and c.gqa >= sizes.ratio] or fitting
             prefer = min(padded, key=lambda c: c.totals())
+        elif layout == "ragged":
+            prefer = next((c for c in fitting if c.kind != "groups"), None)
         elif layout == "replicate":
             prefer = min((c for c in fitting if c.gqa is not None), key=lambda c: c.largest(), default=None)
         return self._choose(fitting, prefer)

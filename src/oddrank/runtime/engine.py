@@ -9,6 +9,7 @@ from torch import Tensor
 
 from oddrank.errors import OddrankError
 from oddrank.runtime.cache import KVCache
+from oddrank.runtime.loader import prepare
 from oddrank.runtime.models.llama import Llama
 from oddrank.runtime.request import Completion, Sampling, Timings
 from oddrank.runtime.sampling import Sampler
@@ -36,7 +37,8 @@ class Engine:
 
     def __init__(self, model: Llama, eos: Sequence[int] = (), *, slots: int = 16, chunk: int = 1024) -> None:
         self.model, self.eos, self.slots, self.chunk = model, frozenset(eos), slots, chunk
-        self.timings = Timings()
+        self.prepare_seconds = prepare(model)
+        self.timings = Timings(prepare_seconds=self.prepare_seconds)
 
     @torch.inference_mode()
     def generate(
@@ -68,7 +70,13 @@ class Engine:
                 decoded += len(active)
             self._retire(active, cache)
         self.timings = Timings(
-            prefill, decode, sum(len(s.prompt) for s in done), decoded, steps, cache.nbytes()
+            prefill_seconds=prefill,
+            decode_seconds=decode,
+            prompt_tokens=sum(len(s.prompt) for s in done),
+            decoded_tokens=decoded,
+            decode_steps=steps,
+            cache_bytes=cache.nbytes(),
+            prepare_seconds=self.prepare_seconds,
         )
         return [Completion(s.out, s.finish, len(s.prompt)) for s in done]
 

@@ -2,8 +2,8 @@
 
 Every parameter is filled exactly once and every stored tensor of the slice is used; anything else is an error.
 Parameters are allocated one at a time and their values copied straight from the mapping, in the order in which
-the slice names them; what a module then computes with replaces them one by one. So a rank never holds more than
-its slice and a matrix a thread.
+the slice names them; what `prepare` makes of them replaces them one by one. So a rank never holds more than its
+slice and a matrix a thread.
 """
 
 import ctypes
@@ -67,18 +67,19 @@ def load(
             f"{len(places)} tensors that the model needs are not in the slice: {some}"
             f"{', ...' if len(places) > 3 else ''}."
         )
-    read = time.perf_counter()
-    prepare(model)
-    return Loaded(stored, model.nbytes(), read - start, time.perf_counter() - read)
+    _return_freed_memory()
+    return Loaded(stored, model.nbytes(), time.perf_counter() - start)
 
 
-def prepare(model: Module) -> None:
-    """Bring every module's parameters into the form it computes with, on as many threads as torch uses."""
-    threads = torch.get_num_threads()
+def prepare(model: Module) -> float:
+    """Bring every module's parameters into the form that this machine's kernels take, on as many threads as torch
+    uses. A loaded model computes without it, more slowly. Returns the seconds it took."""
+    start, threads = time.perf_counter(), torch.get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(lambda module: module.prepare(threads), model.modules()):
             pass
     _return_freed_memory()
+    return time.perf_counter() - start
 
 
 def _places(model: Module) -> dict[str, tuple[Parameter, Part]]:

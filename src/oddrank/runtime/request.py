@@ -47,7 +47,8 @@ class Completion(msgspec.Struct, frozen=True):
 
 class Timings(msgspec.Struct, frozen=True):
     """Of one call of `Engine.generate`: seconds, and what was done in them. Decoding chooses every token but
-    each sequence's first, which comes out of its prefill."""
+    each sequence's first, which comes out of its prefill. prepare_seconds: what the engine took, once, when it
+    started, to bring the weights into the form that the kernels of the machine take."""
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -55,6 +56,7 @@ class Timings(msgspec.Struct, frozen=True):
     decoded_tokens: int = 0
     decode_steps: int = 0
     cache_bytes: int = 0
+    prepare_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -65,11 +67,11 @@ class Timings(msgspec.Struct, frozen=True):
 class Loaded(msgspec.Struct, frozen=True):
     """Of one rank. stored_bytes: its slice as stored. kept_bytes: what its parameters hold.
 
-    seconds: of copying the slice into the parameters. prepare_seconds: of then bringing them into the form that
-    the kernels of this machine take.
+    seconds: of copying the slice into the parameters. prepare_seconds: of bringing them into the form that the
+    kernels take, where that was done by then (an engine does it when it starts: Timings.prepare_seconds).
     """
 
     stored_bytes: int
     kept_bytes: int
     seconds: float
-    prepare_seconds: float
+    prepare_seconds: float = 0.0

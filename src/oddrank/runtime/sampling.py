@@ -19,7 +19,8 @@ class Sampler:
     def __call__(self, logits: Tensor) -> int:
         """logits [vocab] of one position, any float type."""
         if self._generator is None:
-            return int(logits.argmax())
+            # numpy's search is several times faster than torch's on a CPU; both take the first of equals
+            return int(logits.numpy().argmax() if logits.device.type == "cpu" else logits.argmax())
         scores = logits.double().cpu() / self.sampling.temperature
         order: Tensor | None = None
         if 0 < self.sampling.top_k < len(scores):

@@ -1,7 +1,7 @@
 """One forward pass over a batch: which tokens, of which sequences, at which positions."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +40,14 @@ class Step:
         self.longest = max(s.length for s in self.segments)
         self.uniform = all(s.length == self.longest for s in self.segments)
         self.sequences = [(s.stop - s.start, s.length) for s in self.segments]
-        self.last = torch.tensor([s.stop - 1 for s in self.segments], device=tokens.device)
-        """Where each sequence's last token lies in the step, int64 [sequences]."""
+        self.views: dict[int | None, Any] = {}
+        """What the cache keeps for the step, by attention window."""
         self._masks: dict[tuple[int | None, int | None, torch.dtype], Tensor] = {}
+
+    @property
+    def last(self) -> Tensor:
+        """Where each sequence's last token lies in the step, int64 [sequences]."""
+        return torch.tensor([s.stop - 1 for s in self.segments], device=self.tokens.device)
 
     @classmethod
     def of(cls, sequences: Sequence[tuple[int, Sequence[int], int]], device: torch.device | str) -> "Step":

@@ -1,5 +1,6 @@
 """One rank of a running model: load the slice, then do what the launcher asks until it says stop."""
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,8 @@ def serve(group: Group, link: Link, job: Job) -> Loaded:
         model, loaded = load_rank(plan, checkpoint, group, precision)
     link.send(loaded)
     engine = Engine(model, job.eos, slots=job.slots, chunk=job.chunk)
+    gc.collect()
+    gc.freeze()  # what is here now stays: no collection during decoding looks through it
     while True:
         request = link.receive()
         if request is None:

@@ -24,6 +24,7 @@ class HeadMap:
         counts = np.bincount(partner, minlength=kv_heads) if q_heads else np.zeros(kv_heads, np.int64)
         self.q_heads, self.kv_heads = q_heads, kv_heads
         self.group = int(counts.max()) if q_heads else 0
+        self.shape = (kv_heads, self.group, -1)
         order = np.argsort(partner, kind="stable")
         place = np.empty(q_heads, dtype=np.int64)  # where in the groups each query slot lies
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]]) if kv_heads else counts
@@ -38,7 +39,7 @@ class HeadMap:
 
 
 class Attention:
-    """softmax(q k^T / sqrt(head_dim)) v, causal, over the tokens the cache holds and the step's own.
+    """softmax(q k^T * scale) v, causal, over the tokens the cache holds and the step's own.
 
     window: each token sees itself and the window - 1 tokens before it; None: all before it.
     """
@@ -47,38 +48,46 @@ class Attention:
         self.heads, self.layer, self.scale, self.window = heads, layer, scale, window
 
     def __call__(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
-        """q [tokens, query slots, head_dim], kv [tokens, 2, KV slots, head_dim] -> as q, after `kv` is cached."""
-        if self.heads.q_heads == 0:
+        """q [tokens, query slots, head_dim], kv [tokens, 2 * KV slots, head_dim], keys first -> as q, after `kv`
+        is cached."""
+        heads = self.heads
+        if heads.q_heads == 0:
             return q
-        return self._decode(q, kv, step, cache) if step.decode else self._prefill(q, kv, step, cache)
-
-    def _decode(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
-        """All sequences at once. A group's queries are the rows of one small matrix against its keys, so keys
-        are read once and never repeated."""
-        buffer, heads, n = cache.layer(self.layer), self.heads, len(step.segments)
-        both, slot, head, token, _ = buffer.stride()
-        dim, longest = cache.head_dim, step.longest
-        if n == 1:
-            buffer.as_strided((1, 2, heads.kv_heads, dim), (0, both, head, 1), (longest - 1) * token).copy_(kv)
-        else:
-            buffer[:, torch.arange(n, device=q.device), :, step.positions] = kv.to(buffer.dtype)
-        first = step.first_key(self.window)
-        shape, stride = (2, n, heads.kv_heads, longest - first, dim), (both, slot, head, token, 1)
-        k, v = buffer.as_strided(shape, stride, first * token).unbind(0)
+        if not step.decode:
+            return self._prefill(q, kv, step, cache)
+        # A group's queries are the rows of one small matrix against its keys, so that keys are read once and never
+        # repeated.
         grouped = q if heads.members is None else q.index_select(1, heads.members)
-        grouped = grouped.view(n, heads.kv_heads, heads.group, dim).to(k.dtype)
-        mask = step.decode_mask(self.window, k.dtype)
-        out = F.scaled_dot_product_attention(grouped, k, v, mask, scale=self.scale).to(q.dtype)
-        out = out.reshape(n, -1, dim)
+        if len(step.segments) > 1 or cache.half:
+            out = self._decode(grouped, kv, step, cache)
+        else:
+            # The same in three small products, which cost less to start than the fused one.
+            target, keys, values = cache.views(step, self.window)[self.layer]
+            target.copy_(kv[0])
+            scores = torch.bmm(grouped.view(heads.shape), keys).mul_(self.scale)
+            out = torch.bmm(torch.softmax(scores, -1), values).view(1, -1, cache.head_dim)
         return out if heads.place is None else out.index_select(1, heads.place)
+
+    def _decode(self, grouped: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
+        """All sequences at once; shorter ones mask what lies past their end."""
+        buffer, heads, n = cache.layer(self.layer), self.heads, len(step.segments)
+        buffer[torch.arange(n, device=kv.device), :, step.positions] = kv.to(buffer.dtype)
+        first = step.first_key(self.window)
+        keys = buffer[:n, : heads.kv_heads, first : step.longest]
+        values = buffer[:n, heads.kv_heads :, first : step.longest]
+        q = grouped.reshape(n, heads.kv_heads, heads.group, -1).to(keys.dtype)
+        mask = step.decode_mask(self.window, keys.dtype)
+        out = F.scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)
+        return out.to(grouped.dtype).reshape(grouped.shape)
 
     def _prefill(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
         """A sequence at a time, in the activations' type, from what the cache holds: what decoding will see."""
         buffer, partner = cache.layer(self.layer), self.heads.partner
         out = torch.empty_like(q)
         for i, s in enumerate(step.segments):
-            buffer[:, s.slot, :, s.past : s.length] = kv[s.start : s.stop].permute(1, 2, 0, 3)
-            k, v = buffer[:, s.slot, :, : s.length].to(q.dtype).unbind(0)
+            buffer[s.slot, :, s.past : s.length] = kv[s.start : s.stop].transpose(0, 1)
+            both = buffer[s.slot, :, : s.length].to(q.dtype)
+            k, v = both[: self.heads.kv_heads], both[self.heads.kv_heads :]
             if partner is not None:
                 k, v = k.index_select(0, partner), v.index_select(0, partner)
             mask = step.prefill_mask(i, self.window, q.dtype)

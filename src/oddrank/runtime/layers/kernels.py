@@ -5,7 +5,7 @@ calls it. A format decides which stored tensors a part has, what it keeps of the
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -117,10 +117,11 @@ class HalfPackedWeight(NarrowWeight):
     def __init__(self, weight: Parameter) -> None:
         super().__init__(weight)
         self._packs: list[Any] = []
-        self._single: Any = None
-        self._op: Any = None
+        self._serial: Any = None  # the only pack, where one thread multiplies by it
 
     def prepare(self, threads: int) -> None:
+        if self._packs:
+            return
         weight = self.weight.data
         n, k = weight.shape
         if weight.numel() == 0:
@@ -129,27 +130,46 @@ class HalfPackedWeight(NarrowWeight):
         largest = max(-low, high)
         if not (_SMALLEST <= largest <= _LARGEST or largest == 0):
             return
-        pack, self._op = _half_kernels(threads > 1 and n * k >= _THREADED_ELEMENTS)
+        serial = _SERIAL is not None and (threads == 1 or n * k < _THREADED_ELEMENTS)
         step, held = max(16, _PACK_ELEMENTS // k // 16 * 16), 0
         for start in range(0, n, step):
             block = weight[start : start + step]
-            self._packs.append(pack(block.float()))
+            self._packs.append(_pack(block.float(), serial))
             held += -(-len(block) // 16) * 16 * k * 2  # the kernel takes rows in groups of 16
-        self._single = self._packs[0] if len(self._packs) == 1 else None
+        if serial and len(self._packs) == 1:
+            self._serial = self._packs[0]
         self.weight.tensor, self.weight.held = None, held
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._single is not None:
-            out: Tensor = self._op(x, self._single)
-        elif self._packs:
-            out = torch.cat([self._op(x, pack) for pack in self._packs], -1)
-        else:
+        if self._serial is not None:
+            return _SERIAL(x, self._serial, bias)  # type: ignore[misc]
+        if not self._packs:
             return super().__call__(x, bias)
+        parts = [_multiply(x, pack) for pack in self._packs]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return out if bias is None else out.add_(bias)
 
 
-def _serial(x: Tensor, packed: Any) -> Tensor:
-    return torch.fbgemm_linear_fp16_weight_fp32_activation(x, packed, None)
+_SERIAL: Callable[[Tensor, Any, Tensor | None], Tensor] | None
+_SERIAL = getattr(torch, "fbgemm_linear_fp16_weight_fp32_activation", None)
+"""One thread's product with a packed matrix. It costs less to start than the other; torch may drop it."""
+
+
+def _pack(weight: Tensor, serial: bool) -> Any:
+    """fp32 [N, K] in the kernel's form: a tensor for the serial product, an object for the other."""
+    if not serial:
+        return torch.ops.quantized.linear_prepack_fp16(weight, None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fbgemm_")
+        return torch.fbgemm_pack_gemm_matrix_fp16(weight)
+
+
+def _multiply(x: Tensor, packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        assert _SERIAL is not None
+        return _SERIAL(x, packed, None)
+    out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, packed)
+    return out
 
 
 _works: bool | None = None
@@ -161,22 +181,10 @@ def half_packing_works() -> bool:
     if _works is None:
         x, w = torch.full((1, 16), 2.0), torch.eye(16)
         try:
-            _works = all(bool((op(x, pack(w)) == x).all()) for pack, op in map(_half_kernels, (False, True)))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="fbgemm_")  # torch says, once, that these may go
+                kinds = (False,) if _SERIAL is None else (False, True)
+                _works = all(bool((_multiply(x, _pack(w, serial)) == x).all()) for serial in kinds)
         except (RuntimeError, AttributeError, TypeError):
             _works = False
     return _works
-
-
-def _half_kernels(threaded: bool) -> tuple[Any, Any]:
-    """(pack, multiply). The serial one has the lower cost per call, and torch may drop it."""
-    quantized = torch.ops.quantized
-    serial = getattr(torch, "fbgemm_linear_fp16_weight_fp32_activation", None)
-    if threaded or serial is None:
-        op = quantized.linear_dynamic_fp16.default
-        return (lambda w: quantized.linear_prepack_fp16(w, None)), op
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fbgemm_")
-        pack = torch.fbgemm_pack_gemm_matrix_fp16
-        tiny = torch.zeros(1, 16)
-        serial(tiny, pack(torch.zeros(16, 16)), None)  # torch says once that these may go
-    return pack, _serial

@@ -13,16 +13,21 @@ from torch import Tensor
 
 from oddrank.errors import OddrankError
 
+_ROWS = 256
+"""Positions that a table of angles begins with; it doubles as sequences grow."""
+
 
 class Rotary(NamedTuple):
-    """cos and signed sin of a step's tokens, [tokens, 1, head_dim]; sin is negative in the first half."""
+    """cos and signed sin of a step's tokens, [tokens, 1, head_dim]; sin is negative in the first half, which is `half`
+    wide."""
 
     cos: Tensor
     sin: Tensor
+    half: int
 
     def apply_(self, x: Tensor) -> Tensor:
         """Rotate x [tokens, heads, head_dim] in place: x * cos + rotate_half(x) * sin."""
-        swapped = torch.roll(x, x.shape[-1] // 2, -1)
+        swapped = torch.roll(x, self.half, -1)
         return x.mul_(self.cos).addcmul_(swapped, self.sin)
 
 
@@ -54,18 +59,27 @@ class RotaryEmbedding:
         self._dynamic = kind == "dynamic"
         self.limit = int(max_positions * rope["factor"]) if self._dynamic else max_positions
         """Positions that the model is meant for."""
+        self._table = self._make(torch.arange(0, device=self._device), self.inv_freq)
 
     def __call__(self, positions: Tensor, sequences: Sequence[tuple[int, int]]) -> Rotary:
         """positions: int64 [tokens]. sequences: (tokens in this step, length with them) of each sequence."""
-        inv_freq = self.inv_freq
-        if self._dynamic and any(length > self._max_positions for _, length in sequences):
+        longest = max((length for _, length in sequences), default=0)
+        if self._dynamic and longest > self._max_positions:
             inv_freq = torch.cat([self._at(length)[0].expand(n, -1) for n, length in sequences])
+            return self._make(positions, inv_freq)
+        if longest > self._table.cos.shape[0]:
+            rows = max(_ROWS, 1 << (longest - 1).bit_length())
+            self._table = self._make(torch.arange(rows, device=self._device), self.inv_freq)
+        cos, sin, half = self._table
+        return Rotary(cos.index_select(0, positions), sin.index_select(0, positions), half)
+
+    def _make(self, positions: Tensor, inv_freq: Tensor) -> Rotary:
         angles = positions[:, None].float() * inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self._scaling != 1.0:
             cos, sin = cos * self._scaling, sin * self._scaling
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        return Rotary(cos.to(self._dtype)[:, None, :], sin.to(self._dtype)[:, None, :])
+        return Rotary(cos.to(self._dtype)[:, None, :], sin.to(self._dtype)[:, None, :], self._dim // 2)
 
     def _at(self, length: int) -> tuple[Tensor, float]:
         inv_freq, scaling = self._frequencies(self._rope, self._dim, self._max_positions, length)

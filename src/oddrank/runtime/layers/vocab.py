@@ -98,7 +98,7 @@ class ParallelLMHead(Module):
         if narrow is not None and len(x) <= 3:
             # The half-precision product rounds each logit to 8 bits, which makes ties of near neighbours.
             for scores, row in zip(logits, x, strict=True):
-                best = scores.topk(min(_CONTENDERS, self._rows)).indices
+                best = scores.topk(min(_CONTENDERS, self._rows), sorted=False).indices
                 scores.index_copy_(0, best, narrow.exact(row, best))
         return logits
 

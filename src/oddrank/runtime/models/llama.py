@@ -38,6 +38,9 @@ class SelfAttention(Module):
     def __init__(self, b: Build, layer: int, *, qkv_bias: bool, o_bias: bool, qk_norm: bool = False) -> None:
         c, dtype, at = b.config, b.precision.activations, f"{b.prefix}layers.{layer}.self_attn"
         self.q_heads, self.kv_heads, self.dim = b.slice.count("q_heads"), b.slice.count("kv_heads"), c.head_dim
+        self._split = [self.q_heads, 2 * self.kv_heads]
+        self._qk_heads, self._all_heads = self.q_heads + self.kv_heads, self.q_heads + 2 * self.kv_heads
+        self._width = self.q_heads * self.dim
         q, kv = self.q_heads * c.head_dim, self.kv_heads * c.head_dim
         parts = [Rows(f"{at}.q_proj", q), Rows(f"{at}.k_proj", kv), Rows(f"{at}.v_proj", kv)]
         self.qkv_proj = MergedColumnParallelLinear(
@@ -53,15 +56,16 @@ class SelfAttention(Module):
         self.attention = Attention(heads, layer, c.head_dim**-0.5, c.windows[layer])
 
     def __call__(self, x: Tensor, rotary: Rotary, step: Step, cache: KVCache) -> Partial:
-        heads = self.qkv_proj(x).view(len(x), self.q_heads + 2 * self.kv_heads, self.dim)
-        qk = heads[:, : self.q_heads + self.kv_heads]
+        tokens = x.shape[0]
+        heads = self.qkv_proj(x).view(tokens, self._all_heads, self.dim)
+        qk = heads.narrow(1, 0, self._qk_heads)
+        q, kv = torch.split_with_sizes(heads, self._split, 1)
         if self.q_norm is not None and self.k_norm is not None:
-            qk[:, : self.q_heads] = self.q_norm(qk[:, : self.q_heads])
-            qk[:, self.q_heads :] = self.k_norm(qk[:, self.q_heads :])
+            q.copy_(self.q_norm(q))
+            k = kv.narrow(1, 0, self.kv_heads)
+            k.copy_(self.k_norm(k))
         rotary.apply_(qk)
-        kv = heads[:, self.q_heads :].view(len(x), 2, self.kv_heads, self.dim)
-        seen = self.attention(heads[:, : self.q_heads], kv, step, cache)
-        return self.o_proj(seen.reshape(len(x), -1))
+        return self.o_proj(self.attention(q, kv, step, cache).view(tokens, self._width))
 
 
 class GatedMLP(Module):

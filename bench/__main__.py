@@ -1,0 +1,132 @@
+"""Run every benchmark, one after the other, and write the table in bench/README.md. `python bench [--json] [NAME ...]`.
+
+Exit code 1 where a target is missed. --json: print what every script reported, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from machine import describe
+from report import row
+
+HERE = Path(__file__).resolve().parent
+README = HERE / "README.md"
+BEGIN, END = "<!-- begin measured -->", "<!-- end measured -->"
+SCRIPTS = ("plan", "pad", "load", "allreduce", "decode")
+LIMIT_S = 600
+
+
+def run(name: str) -> dict[str, Any]:
+    """What a script reports, or {"failed": why}."""
+    try:
+        done = subprocess.run(
+            [sys.executable, str(HERE / f"{name}.py")], stdout=subprocess.PIPE, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"it took longer than {LIMIT_S} s"}
+    try:
+        report = json.loads(done.stdout)
+    except ValueError:
+        return {"failed": f"it ended with {done.returncode} and no JSON"}
+    return report if isinstance(report, dict) else {"failed": "its JSON is not an object"}
+
+
+def rows_of(name: str, report: dict[str, Any]) -> list[dict[str, Any]]:
+    if name == "allreduce" and "rows" not in report and "two_ranks" in report:
+        return allreduce_rows(report)
+    rows: list[dict[str, Any]] = report.get("rows", [])
+    return rows
+
+
+def allreduce_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    made = []
+    limits = report["target"]
+    for key, ranks in (("two_ranks", 2), ("four_ranks", 4)):
+        measured = report[key]
+        for size in ("2KB", "64KB", "1MB"):
+            ours, theirs = measured[size]["oddrank_us"], measured[size]["gloo_us"]
+            judged = ranks == 2 and size == "2KB"
+            what = f"all-reduce of {size[:-2] + ' ' + size[-2:]}, {ranks} ranks"
+            against = f"{what}, against gloo"
+            if judged:
+                most, ratio = limits["2KB_us"], limits["2KB_ratio"]
+                made.append(row(what, ours, "us", ours <= most, f"<= {most:.0f} us"))
+                made.append(row(against, ours / theirs, "x", ours / theirs <= ratio, f"<= {ratio} x"))
+            else:
+                made += [row(what, ours, "us", None), row(against, ours / theirs, "x", None)]
+        made.append(row(f"core used while waiting, {ranks} ranks", measured["waiting_cpu"], "cores", None))
+    return made
+
+
+def number(value: float | None, unit: str) -> str:
+    """Three digits and the unit."""
+    if value is None:
+        return ""
+    return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:#.3g} {unit}"
+
+
+def table(machine: dict[str, Any], reports: dict[str, dict[str, Any]]) -> str:
+    """The Markdown of the measured section."""
+    lines = [
+        f"Measured {datetime.date.today().isoformat()} on {machine['cores']} {machine['architecture']} cores "
+        f"({', '.join(machine['cpu_flags']) or 'no notable features'}), {machine['memory_gib']} GiB of memory. "
+        f"Load average before the first benchmark: {machine['load']}"
+        + (" (the machine was busy with other work)." if machine["load"] > machine["cores"] / 2 else "."),
+        "",
+        "| what | measured | target | met | ceiling | share of it |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, report in reports.items():
+        if "failed" in report:
+            lines.append(f"| {name} | not measured: {report['failed']} | | | | |")
+        for r in rows_of(name, report):
+            met = {True: "yes", False: "**no**", None: ""}[r["passed"]]
+            ceiling = f"{number(r['ceiling'], r['unit'])} ({r['ceiling_is']})" if r.get("ceiling") else ""
+            share = f"{r['share']:.0%}" if r.get("share") is not None else ""
+            measured = number(r["measured"], r["unit"])
+            lines.append(f"| {r['what']} | {measured} | {r['target'] or ''} | {met} | {ceiling} | {share} |")
+    loads = ", ".join(f"{name} {report['load']}" for name, report in reports.items() if "load" in report)
+    return "\n".join([*lines, "", f"Load average when each began: {loads}."])
+
+
+def write_readme(section: str) -> None:
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    fresh = README.with_suffix(".md.new")
+    fresh.write_text(f"{before}{BEGIN}\n{section}\n{END}{after}")
+    os.replace(fresh, README)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python bench", description=__doc__)
+    only = f"of {', '.join(SCRIPTS)}: only these, and the README stays as it is"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=only)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(SCRIPTS):
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}")
+    machine = describe()
+    reports: dict[str, dict[str, Any]] = {}
+    for name in options.names or SCRIPTS:
+        if (HERE / f"{name}.py").exists():
+            print(f"bench: {name} ...", file=sys.stderr, flush=True)
+            reports[name] = run(name)
+    section = table(machine, reports)
+    if not options.names:
+        write_readme(section)
+    print(json.dumps({"machine": machine, "reports": reports}, indent=2) if options.json else section)
+    failed = any("failed" in r or any(x["passed"] is False for x in rows_of(n, r)) for n, r in reports.items())
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Decoding SmolLM2-135M in bf16: against transformers, outside linear layers, and two ranks against one. Prints JSON.
+
+Our runtime and transformers' `generate` take turns in one process with the same threads, greedy, from the same prompt;
+a rate is the tokens after the first over the time they took. "Outside the linear layers" is the time of a decode step
+less the time inside the products with weights (the head's too). One rank with two threads and two ranks with one
+thread each take turns as processes. The ceiling is the weights' bytes over what this machine reads per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import row
+
+from oddrank.checkpoint import Checkpoint
+from oddrank.demo.smollm2 import DEFAULT_OUT, ensure_model
+from oddrank.planner import make_plan
+from oddrank.runtime.engine import Engine
+from oddrank.runtime.generate import Session
+from oddrank.runtime.layers.kernels import LinearWeight
+from oddrank.runtime.parallel import SoloGroup
+from oddrank.runtime.parallel.cores import cores_available
+from oddrank.runtime.precision import Precision
+from oddrank.runtime.request import Sampling
+from oddrank.runtime.worker import load_rank
+
+PROMPT = [504, 3575, 282, 4649, 314]
+TARGET_SPEEDUP = 1.25
+TARGET_OUTSIDE_MS = 4.0
+TARGET_TWO_RANKS = 0.8
+
+
+def bandwidth(nbytes: int) -> float:
+    """Bytes per second at which this process reads `nbytes` of memory, with torch's threads: the best of five."""
+    data = torch.ones(nbytes // 4)
+    best = 0.0
+    for _ in range(5):
+        start = time.perf_counter()
+        data.sum()
+        best = max(best, nbytes / (time.perf_counter() - start))
+    return best
+
+
+class LinearClock:
+    """Adds up the seconds inside every product with a weight while the `with` block runs."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = False
+
+    def __enter__(self) -> LinearClock:
+        kinds, pending = [], [LinearWeight]
+        while pending:
+            kind = pending.pop()
+            pending += kind.__subclasses__()
+            if "__call__" in vars(kind):
+                kinds.append((kind, kind.__call__))
+        self._kinds = kinds
+        for kind, call in kinds:
+            kind.__call__ = self._timed(call)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for kind, call in self._kinds:
+            kind.__call__ = call  # type: ignore[method-assign]
+
+    def _timed(self, call: Any) -> Any:
+        def timed(weight: Any, *args: Any) -> Any:
+            if self._inside:  # a weight that hands over to another kind
+                return call(weight, *args)
+            self._inside = True
+            start = time.perf_counter()
+            out = call(weight, *args)
+            self.seconds += time.perf_counter() - start
+            self._inside = False
+            return out
+
+        return timed
+
+
+def ours(engine: Engine, tokens: int) -> float:
+    engine.generate([PROMPT], Sampling(max_tokens=tokens, ignore_eos=True))
+    return engine.timings.tokens_per_second
+
+
+def theirs(model: Any, tokens: int) -> float:
+    """Of transformers' generate: the time of `tokens` less that of one."""
+    ids = torch.tensor([PROMPT])
+    mask = torch.ones_like(ids)
+    seconds = []
+    for count in (1, tokens):
+        start = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+        seconds.append(time.perf_counter() - start)
+    return (tokens - 1) / (seconds[1] - seconds[0])
+
+
+def outside(engine: Engine, tokens: int) -> tuple[float, float]:
+    """(ms a decode step inside linear layers, ms outside)."""
+    engine.generate([PROMPT], Sampling(max_tokens=1, ignore_eos=True))
+    with LinearClock() as clock:
+        engine.generate([PROMPT], Sampling(max_tokens=1, ignore_eos=True))
+        prefill = clock.seconds
+        clock.seconds = 0.0
+        engine.generate([PROMPT], Sampling(max_tokens=tokens, ignore_eos=True))
+        inside = clock.seconds - prefill
+    steps = engine.timings.decode_steps
+    return inside / steps * 1e3, (engine.timings.decode_seconds - inside) / steps * 1e3
+
+
+def against_transformers(model: Path, threads: int, tokens: int, rounds: int) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    with Checkpoint.open(model) as checkpoint:
+        made, loaded = load_rank(make_plan(model, 1).plan, checkpoint, SoloGroup(), Precision.of("bf16"))
+    engine = Engine(made)
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    hf.generation_config.eos_token_id = None
+    gc.collect()
+    gc.freeze()
+    mine, other, inside, rest = [], [], [], []
+    ours(engine, 8), theirs(hf, 8)
+    for _ in range(rounds):
+        mine.append(ours(engine, tokens))
+        other.append(theirs(hf, tokens))
+        a, b = outside(engine, tokens)
+        inside.append(a)
+        rest.append(b)
+    return {
+        "threads": threads,
+        "oddrank_tokens_per_s": mine,
+        "transformers_tokens_per_s": other,
+        "linear_ms": inside,
+        "outside_ms": rest,
+        "weight_bytes": loaded.stored_bytes,
+        "prepare_s": engine.prepare_seconds,
+        "read_bytes_per_s": bandwidth(loaded.stored_bytes),
+    }
+
+
+def two_ranks(model: Path, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of one rank with two threads, and of two ranks with one each."""
+    sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+    rates: dict[str, list[float]] = {"one_rank": [], "two_ranks": []}
+    with (
+        Session(model, make_plan(model, 1).plan, dtype="bf16", threads=2) as one,
+        Session(model, make_plan(model, 2).plan, dtype="bf16", threads=1) as two,
+    ):
+        for session in (one, two):
+            session.generate([PROMPT], Sampling(max_tokens=8, ignore_eos=True))
+        for _ in range(rounds):
+            for name, session in (("one_rank", one), ("two_ranks", two)):
+                rates[name].append(session.generate([PROMPT], sampling)[1].tokens_per_second)
+    return rates
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="default: the demo's model, made if it is missing")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    average = round(os.getloadavg()[0], 2)
+    model = options.model
+    if model is None:
+        model = Path(__file__).resolve().parents[1] / DEFAULT_OUT
+        ensure_model(model)
+
+    threads = min(2, cores_available())
+    pairs = two_ranks(model, options.tokens, options.rounds) if cores_available() >= 2 else None
+    single = against_transformers(model, threads, options.tokens, options.rounds)
+    rate = statistics.median(single["oddrank_tokens_per_s"])
+    speedup = statistics.median(
+        a / b for a, b in zip(single["oddrank_tokens_per_s"], single["transformers_tokens_per_s"], strict=True)
+    )
+    rest = statistics.median(single["outside_ms"])
+    inside = statistics.median(single["linear_ms"])
+    least = single["weight_bytes"] / single["read_bytes_per_s"]
+    rows = [
+        row(f"decode at TP=1, bf16, {threads} threads", rate, "tokens/s", None, None, "reading the weights",
+            1 / least),
+        row("decode at TP=1 against transformers' generate", speedup, "x", speedup >= TARGET_SPEEDUP,
+            f">= {TARGET_SPEEDUP} x"),
+        row("decode: outside the linear layers", rest, "ms/token", rest <= TARGET_OUTSIDE_MS,
+            f"<= {TARGET_OUTSIDE_MS:.0f} ms"),
+        row("decode: inside the linear layers", inside, "ms/token", None, None, "reading the weights", least * 1e3,
+            least * 1e3 / inside),
+    ]  # fmt: skip
+    if pairs is not None:
+        ratio = statistics.median(b / a for a, b in zip(pairs["one_rank"], pairs["two_ranks"], strict=True))
+        rows.append(
+            row("decode at TP=2, one thread a rank, against TP=1, two threads", ratio, "x", ratio >= TARGET_TWO_RANKS,
+                f">= {TARGET_TWO_RANKS} x")
+        )  # fmt: skip
+    report = {"load": average, "single": single, "pairs": pairs, "rows": rows}
+    print(json.dumps(report, indent=2))
+    return 0 if all(r["passed"] is not False for r in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    sys.exit(main())
