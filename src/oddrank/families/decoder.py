@@ -11,7 +11,10 @@ from oddrank.checkpoint.config import ConfigView
 from oddrank.geometry import Along, Axis, Dim, KVCache, Model, Pair, Role, Whole
 
 Index = tuple[tuple[str, tuple[int, ...]], ...]
-INV_FREQ = r".*rotary_emb\.inv_freq"
+WITHOUT_ROLE = (
+    r".*rotary_emb\.inv_freq",  # derived from the config, stored by old exporters
+    r".*self_attn\.(?:attn\.|[kv]_proj\.)?[kv]_scale",  # one scale of the KV cache a layer, whatever the heads
+)
 
 
 def linear(name: str, n: Dim, k: Dim, combine: str, index: Index, bias: bool = False) -> list[Role]:
@@ -121,5 +124,5 @@ def dense_decoder(
             ("intermediate_size", "mlp"),
         ),
         config_fixed=(("head_dim", head_dim),),
-        ignored=(INV_FREQ,),
+        ignored=WITHOUT_ROLE,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from oddrank.checkpoint.config import ConfigView
-from oddrank.families.decoder import INV_FREQ, Index, architecture, embeddings, gated_mlp, linear, norm
+from oddrank.families.decoder import WITHOUT_ROLE, Index, architecture, embeddings, gated_mlp, linear, norm
 from oddrank.families.gated_delta import (
     FULL,
     LINEAR,
@@ -93,6 +93,6 @@ def hybrid(c: ConfigView, prefix: str, family: str, *, experts: bool) -> Model:
         ),
         config_fixed=(("head_dim", head_dim),),
         config_path=() if t is c else ("text_config",),
-        ignored=(INV_FREQ,),
+        ignored=WITHOUT_ROLE,
     )
 
