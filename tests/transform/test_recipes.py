@@ -251,7 +251,7 @@ def test_packed_words_and_their_fills(monkeypatch: pytest.MonkeyPatch) -> None:
     table |= {f"{n}.weight_global_scale": Tensor("F32", (1, 1)) for n in stems}
     s = subject_of(model, table)
     assert not s.census.problems, s.census.problems
-    p = plan(s, 3, "vllm").plan
+    p = plan(s, 3, "vllm", constraints={"mlp_multiple": 32}).plan
     assert p.layout("mlp").counts() == (32, 32, 32)
     made = dict(recipes(p, p.slots(2)))
     rng = np.random.default_rng(0)

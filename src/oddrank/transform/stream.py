@@ -6,6 +6,7 @@ the end, compared with what the config implies, so that a loader that skipped or
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeVar
@@ -161,11 +162,10 @@ def _words(itemsize: int) -> np.dtype[Any]:
 
 
 def _torch_of(tensor: Any) -> Any:
-    """torch, without importing it for those who only pass numpy arrays."""
-    if type(tensor).__module__.partition(".")[0] != "torch" and not hasattr(tensor, "element_size"):
+    """The torch that made a tensor, which never has to be imported for it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a stream carries numpy arrays or torch tensors, not {type(tensor).__name__}")
-    import torch
-
     return torch
 
 
