@@ -14,6 +14,10 @@ from oddrank.runtime.models.llama import Llama
 from oddrank.runtime.request import Completion, Sampling, Timings
 from oddrank.runtime.sampling import Sampler
 from oddrank.runtime.step import Step
+from oddrank.runtime.threads import torch_threads
+
+_THREADED_CACHE = 1 << 20
+"""Elements of a layer's keys from which attention is worth more than one thread."""
 
 OnToken = Callable[[int, int], object]
 """Called with (index of the prompt, token) as soon as a token is chosen."""
@@ -134,7 +138,10 @@ class Engine:
         step = Step.of([(i, s.out[-1:], s.cached) for i, s in enumerate(active)], self.model.group.device)
         for sequence in active:
             sequence.cached += 1
-        self._choose(self.model.logits(self.model(step, cache)), active, on_token)
+        cached = sum(sequence.cached for sequence in active) * cache.kv_heads * cache.head_dim
+        with torch_threads(1 if cached < _THREADED_CACHE else torch.get_num_threads()):
+            logits = self.model.logits(self.model(step, cache))
+            self._choose(logits, active, on_token)
 
     def _choose(self, logits: Tensor, sequences: Sequence[_Sequence], on_token: OnToken | None) -> None:
         for row, sequence in zip(logits, sequences, strict=True):

@@ -9,7 +9,6 @@ slice and a matrix a thread.
 import ctypes
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from oddrank.runtime.layers.module import Module, Parameter, Part
 from oddrank.runtime.models.build import Slice
 from oddrank.runtime.precision import TORCH
 from oddrank.runtime.request import Loaded
+from oddrank.runtime.threads import side_by_side
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the torch dtype through which its bits reach numpy."""
@@ -75,9 +75,7 @@ def prepare(model: Module) -> float:
     """Bring every module's parameters into the form that this machine's kernels take, on as many threads as torch
     uses. A loaded model computes without it, more slowly. Returns the seconds it took."""
     start, threads = time.perf_counter(), torch.get_num_threads()
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(lambda module: module.prepare(threads), model.modules()):
-            pass
+    side_by_side(threads, lambda module: module.prepare(threads), list(model.modules()))
     _return_freed_memory()
     return time.perf_counter() - start
 

@@ -4,6 +4,7 @@ A placement (column, row, merged) asks a `WeightFormat` for the weight of a loca
 calls it. A format decides which stored tensors a part has, what it keeps of them, and which kernel multiplies.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from oddrank.runtime.layers.module import Module, Parameter
 from oddrank.runtime.precision import Precision
+from oddrank.runtime.threads import side_by_side, torch_threads
 
 _PACK_ELEMENTS = 1 << 24
 """Elements packed at a time: bounds the fp32 copy that packing needs to 64 MB."""
@@ -24,8 +26,12 @@ _CONVERT_ELEMENTS = 1 << 20
 _SMALLEST, _LARGEST = 2.0**-10, torch.finfo(torch.float16).max
 """What the largest weight of a matrix must be between for it to be packed."""
 
-_THREADED_ELEMENTS = 1 << 20
-"""Below this many elements a second thread costs more than it brings."""
+_THREADED_ELEMENTS = 1 << 21
+"""Matrices of fewer elements are multiplied on one thread: more would cost as much as they bring, and on a busy
+machine far more (see threads)."""
+
+_SPLIT_ROWS = 64
+"""From this many rows of x on, one-threaded products of a part of the rows each run side by side."""
 
 
 class Rows(NamedTuple):
@@ -83,8 +89,18 @@ class NarrowWeight(LinearWeight):
 
     def __init__(self, weight: Parameter) -> None:
         self.weight = weight
+        self._threads = 1
+
+    def prepare(self, threads: int) -> None:
+        self._threads = threads if math.prod(self.weight.shape) >= _THREADED_ELEMENTS else 1
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._threads == 1:
+            return self._product(x, bias)
+        with torch_threads(self._threads):
+            return self._product(x, bias)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = self.weight.data
         n, k = weight.shape
         flat = x.reshape(-1, k)
@@ -118,10 +134,12 @@ class HalfPackedWeight(NarrowWeight):
         super().__init__(weight)
         self._packs: list[Any] = []
         self._serial: Any = None  # the only pack, where one thread multiplies by it
+        self._all_threads = 1
 
     def prepare(self, threads: int) -> None:
         if self._packs:
             return
+        super().prepare(threads)
         weight = self.weight.data
         n, k = weight.shape
         if weight.numel() == 0:
@@ -130,21 +148,30 @@ class HalfPackedWeight(NarrowWeight):
         largest = max(-low, high)
         if not (_SMALLEST <= largest <= _LARGEST or largest == 0):
             return
-        serial = _SERIAL is not None and (threads == 1 or n * k < _THREADED_ELEMENTS)
+        serial = _SERIAL is not None and self._threads == 1
         step, held = max(16, _PACK_ELEMENTS // k // 16 * 16), 0
         for start in range(0, n, step):
             block = weight[start : start + step]
             self._packs.append(_pack(block.float(), serial))
             held += -(-len(block) // 16) * 16 * k * 2  # the kernel takes rows in groups of 16
         if serial and len(self._packs) == 1:
-            self._serial = self._packs[0]
+            self._serial, self._all_threads = self._packs[0], threads
         self.weight.tensor, self.weight.held = None, held
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._serial is not None:
-            return _SERIAL(x, self._serial, bias)  # type: ignore[misc]
-        if not self._packs:
+        if self._serial is None:
             return super().__call__(x, bias)
+        if x.shape[0] >= _SPLIT_ROWS and self._all_threads > 1 and x.dim() == 2:
+            rows = x.chunk(self._all_threads)
+            return torch.cat(side_by_side(self._all_threads, lambda part: self._one(part, bias), rows))
+        return _SERIAL(x, self._serial, bias)  # type: ignore[misc]
+
+    def _one(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return _SERIAL(x, self._serial, bias)  # type: ignore[misc]
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if not self._packs:
+            return super()._product(x, bias)
         parts = [_multiply(x, pack) for pack in self._packs]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return out if bias is None else out.add_(bias)
@@ -159,9 +186,7 @@ def _pack(weight: Tensor, serial: bool) -> Any:
     """fp32 [N, K] in the kernel's form: a tensor for the serial product, an object for the other."""
     if not serial:
         return torch.ops.quantized.linear_prepack_fp16(weight, None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fbgemm_")
-        return torch.fbgemm_pack_gemm_matrix_fp16(weight)
+    return torch.fbgemm_pack_gemm_matrix_fp16(weight)
 
 
 def _multiply(x: Tensor, packed: Any) -> Tensor:
