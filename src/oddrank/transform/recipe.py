@@ -7,7 +7,7 @@ the role shares it. Applying one is slices copied between numpy views of raw wor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,10 +33,15 @@ class Span(NamedTuple):
     length: int
 
 
+Move = tuple[tuple[slice, ...], tuple[slice, ...] | int]
+"""(target region, source region or the word to fill with)."""
+
+
 class Recipe(NamedTuple):
     """source_shape, shape: stored shapes before and after. dtype: safetensors name. spans: per dimension.
     fills: per dimension, the word for entries of that dimension that have no source; where two dimensions have
-    none, the first (rows) decides. unchanged: the result is the source, byte for byte."""
+    none, the first (rows) decides. unchanged: the result is the source, byte for byte. moves: the same as slices,
+    made once for all the tensors that share the recipe."""
 
     source_shape: tuple[int, ...]
     shape: tuple[int, ...]
@@ -44,6 +49,7 @@ class Recipe(NamedTuple):
     spans: tuple[tuple[Span, ...], ...]
     fills: tuple[int, ...]
     unchanged: bool
+    moves: tuple[Move, ...]
 
 
 def spans_of(index: IntArray) -> tuple[Span, ...]:
@@ -85,7 +91,9 @@ def recipes(plan: Plan, slots: Slots) -> Iterator[tuple[str, Recipe]]:
             rows, columns = (fill_word(f, dtype) for f in (part.stored.row_fill, part.stored.column_fill))
             is_column = [role.matrix and d == len(role.dims) - 1 for d in part.dims]
             fills = tuple(columns if c else rows for c in is_column)
-            made_parts.append((part.suffix, Recipe(source_shape, shape, dtype, tuple(spans), fills, unchanged)))
+            moves = moves_of(spans, fills)
+            recipe = Recipe(source_shape, shape, dtype, tuple(spans), fills, unchanged, moves)
+            made_parts.append((part.suffix, recipe))
         for name in use_instances(plan.model, use):
             base = stem(name)
             for suffix, recipe in made_parts:
@@ -94,7 +102,7 @@ def recipes(plan: Plan, slots: Slots) -> Iterator[tuple[str, Recipe]]:
 
 def apply(recipe: Recipe, source: Words, out: Words) -> None:
     """Write the whole result into `out` (STORAGE dtype, recipe.shape; may be strided)."""
-    _copy(recipe, source, out, recipe.spans[0] if recipe.spans else ())
+    _run(recipe.moves, source, out)
 
 
 def apply_rows(recipe: Recipe, source: Words, start: int, out: Words) -> None:
@@ -106,20 +114,25 @@ def apply_rows(recipe: Recipe, source: Words, start: int, out: Words) -> None:
         if a < b:
             moved = span.source + (a - span.target) if span.source >= 0 else -1
             first.append(Span(a - start, moved, b - a))
-    _copy(recipe, source, out, tuple(first))
+    _run(moves_of((tuple(first), *recipe.spans[1:]), recipe.fills), source, out)
 
 
-def _copy(recipe: Recipe, source: Words, out: Words, first: tuple[Span, ...]) -> None:
-    if not recipe.spans:
-        out[...] = source
-        return
-    for spans in itertools.product(first, *recipe.spans[1:]):
-        target = tuple(slice(s.target, s.target + s.length) for s in spans)
-        fill = next((f for s, f in zip(spans, recipe.fills, strict=True) if s.source < 0), None)
-        if fill is not None:
-            out[target] = fill
-        else:
-            out[target] = source[tuple(slice(s.source, s.source + s.length) for s in spans)]
+def moves_of(spans: Sequence[tuple[Span, ...]], fills: tuple[int, ...]) -> tuple[Move, ...]:
+    """Every combination of the dimensions' spans, as regions. Where some dimension has no source the region is
+    filled, by the first such dimension's word."""
+    made: list[Move] = []
+    for combination in itertools.product(*spans):
+        target = tuple(slice(s.target, s.target + s.length) for s in combination)
+        fill = next((f for s, f in zip(combination, fills, strict=True) if s.source < 0), None)
+        made.append(
+            (target, tuple(slice(s.source, s.source + s.length) for s in combination) if fill is None else fill)
+        )
+    return tuple(made)
+
+
+def _run(moves: Iterable[Move], source: Words, out: Words) -> None:
+    for target, origin in moves:
+        out[target] = origin if isinstance(origin, int) else source[origin]
 
 
 def materialize(recipe: Recipe, source: Words) -> Words:
