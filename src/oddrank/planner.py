@@ -171,6 +171,30 @@ def check_made_for(plan: Plan, checkpoint: Checkpoint) -> None:
         )
 
 
+def not_served(plan: Plan) -> str | None:
+    """Why the plan's executor cannot run this model however it is laid out; None where it can, as far as is known."""
+    facts, model = plan.executor_facts(), plan.model
+    if facts.families and model.family not in facts.families:
+        return (
+            f"the {facts.name} has no model of family {model.family} yet (it has {', '.join(facts.families)}). "
+            "The plan holds all the same: pad, stream and rank slices carry it out."
+        )
+    used = sorted({u.format for u in plan.uses if model.roles[u.role].matrix} - set(facts.formats))
+    if facts.formats and used:
+        return (
+            f"the {facts.name} has no kernels for {', '.join(used)} yet (it has {', '.join(facts.formats)}). The plan "
+            "holds all the same: pad, stream and rank slices carry it out."
+        )
+    return None
+
+
+def require_served(plan: Plan) -> None:
+    """Raises OddrankError where the runtime cannot run the plan's model, before any rank is started."""
+    why = not_served(plan)
+    if why is not None:
+        raise OddrankError(f"{plan.name}: {why}")
+
+
 def stock_vllm(subject: Subject, tp: int) -> dict[str, object]:
     """Does stock vLLM serve this size? {"stock_vllm": bool, "stock_vllm_why": what does not divide, or None}."""
     try:

@@ -12,6 +12,7 @@ from oddrank.layout.cost import kv_bytes_per_layer, rank_cost, state_bytes, weig
 from oddrank.layout.plan import Plan
 from oddrank.layout.proof import Check
 from oddrank.layout.solver import Choice, Solution
+from oddrank.planner import Planned, not_served
 from oddrank.transform.recipe import recipes
 
 
@@ -76,6 +77,7 @@ def describe(solution: Solution, census: Census, checks: tuple[Check, ...]) -> d
         "refined": dict(plan.refined),
         "formats": dict(_formats(plan)),
         "absent": list(census.absent),
+        "notes": notes(plan, candidates),
         "idle_ranks": idle_ranks(plan),
         "alternatives": [
             alternative(choice, model, plan.uses) for group in solution.choices if len(group) > 1
@@ -92,6 +94,30 @@ def _stock_macs(plan: Plan) -> int:
     from oddrank.layout.cost import macs
 
     return macs(plan.model, plan.model.stock(), plan.context)
+
+
+def notes_of(planned: Planned) -> list[str]:
+    """The notes of a plan just made."""
+    chosen = {la.axis: c.candidate for group in planned.solution.choices for c in group if c.chosen
+              for la in c.candidate.layouts}
+    return notes(planned.plan, chosen)
+
+
+def notes(plan: Plan, candidates: dict[str, Candidate]) -> list[str]:
+    """What a user should know beyond the numbers, one sentence each."""
+    found = []
+    why = not_served(plan)
+    if why is not None:
+        found.append(why)
+    facts = plan.executor_facts()
+    for axis in plan.model.axes:
+        if axis.kind == "vocab" and facts.vocab_multiple and candidates[axis.name].kind == "pad":
+            found.append(
+                f"stock {facts.name} pads the {axis.count} vocabulary rows to a multiple of {facts.vocab_multiple}, "
+                f"which {plan.tp} ranks do not divide, and refuses; the stored tensor must stay as it is, so the "
+                f"engine has to be told to pad to {plan.layout(axis.name).total()}."
+            )
+    return found
 
 
 def _formats(plan: Plan) -> Counter[str]:

@@ -182,10 +182,56 @@ def test_pad_then_plan_is_an_identity(model: Path, tmp_path: Path, capsys: pytes
     assert code == 2 and "not empty" in err
 
 
+def test_what_the_runtime_cannot_run_is_said_before_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = ["synth", "qwen3_5_moe", tmp_path / "moe", "--format", "nvfp4-ct", "--size", "tiny", "--json"]
+    code, out, _ = run(capsys, *made)
+    assert code == 0 and json.loads(out)["tensors"] > 100
+    code, out, _ = run(capsys, "plan", tmp_path / "moe", "--tp", 3, "--json")
+    assert code == 0 and "no model of family qwen3_5_moe" in json.loads(out)["notes"][0]
+    for command in (["generate", "--prompt", "x"], ["verify"]):
+        code, _, err = run(capsys, command[0], tmp_path / "moe", "--tp", 3, *command[1:])
+        assert code == 2 and "no model of family qwen3_5_moe" in err
+    code, out, _ = run(capsys, "check", tmp_path / "moe", "--tp", 3, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["ok"] and not report["disagreements"] and report["tensors"]["unmatched"] == 0
+
+
+def test_check_reports_what_the_config_is_wrong_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "synth", "qwen3_5", tmp_path / "m", "--format", "fp8-block", "--size", "tiny")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    kept = config["quantization_config"]["modules_to_not_convert"]
+    wrong = "model.layers.3.self_attn.o_proj"
+    config["quantization_config"]["modules_to_not_convert"] = [*kept, wrong]
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    code, out, err = run(capsys, "check", tmp_path / "m", "--tp", 2, "--json")
+    assert code == 1 and f"{wrong} is stored as fp8-block, declared dense" in err
+    assert [d["module"] for d in json.loads(out)["disagreements"]] == [wrong]
+
+
+def test_a_drafter_is_planned_with_its_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The published pair at TP=3: 36/6 heads of 256 beside 48/12 of 128, 6 x 256 = 12 x 128."""
+    for family, name in (("qwen3_5", "mxfp4"), ("dflash", "fp8-block")):
+        run(capsys, "synth", family, tmp_path / family, "--format", name, "--headers-only")
+    args = ["--tp", 3, "--executor", "vllm", "--constraint", "gqa=6", "--constraint", "mlp_multiple=64", "--json"]
+    code, out, _ = run(capsys, "plan", tmp_path / "qwen3_5", "--drafter", tmp_path / "dflash", *args)
+    assert code == 0
+    target = json.loads(out)
+    drafter = target["drafter"]
+    totals = [{a["name"]: a["planned"] for a in report["axes"]} for report in (target, drafter)]
+    assert (totals[0]["q_heads"], totals[0]["kv_heads"]) == (36, 6)
+    assert (totals[0]["gdn_k_heads"], totals[0]["gdn_v_heads"]) == (18, 54)
+    assert (totals[0]["mlp"], totals[0]["vocab"]) == (17472, 248448)
+    assert (totals[1]["q_heads"], totals[1]["kv_heads"], totals[1]["mlp"]) == (48, 12, 17664)
+    per_layer = [r["kv"]["per_rank_bytes_per_token"][0] // r["kv"]["layers"] for r in (target, drafter)]
+    assert per_layer == [2048, 2048]
+
+
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    for command in ("plan", "pad", "generate", "verify"):
+    for command in ("plan", "check", "pad", "generate", "verify"):
         assert command in out
         code, text, _ = run(capsys, command, "--help")
         assert code == 0 and "--json" in text and "--tp" in text

@@ -158,3 +158,11 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
 
 def test_equal_logits_give_the_lowest_token_greedily() -> None:
     assert Sampler(Sampling(), 0)(torch.tensor([1.0, 3.0, 3.0])) == 1
+
+
+def test_the_planner_knows_which_families_the_runtime_has() -> None:
+    """`plan` and `generate` say so before torch is imported or a rank is started."""
+    from oddrank.layout.executors import RUNTIME
+    from oddrank.runtime.models import MODELS
+
+    assert set(RUNTIME.families) == set(MODELS)

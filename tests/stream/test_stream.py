@@ -230,8 +230,18 @@ def test_a_scale_converted_on_the_way_is_not_filled_with_words_of_another_dtype(
             list(oddrank.stream(plan("qwen3", "fp8-block", 3), [(name, found[name].to(dtype))]))
 
 
-def test_tensors_without_a_role_pass_untouched() -> None:
+def test_a_tensor_without_a_role_is_named_or_passed_untouched_with_a_warning() -> None:
     extra = np.arange(7)
     pairs = [("another_model.weight", extra), *tensors().items()]
-    (name, tensor), *_ = oddrank.stream(plan("qwen3", "fp8-block", 3), pairs)
+    with pytest.raises(OddrankError, match=r"another_model\.weight has no role"):
+        list(oddrank.stream(plan("qwen3", "fp8-block", 3), pairs))
+    with pytest.warns(UserWarning, match=r"another_model\.weight has no role"):
+        (name, tensor), *_ = oddrank.stream(plan("qwen3", "fp8-block", 3), pairs, coverage="warn")
     assert name == "another_model.weight" and tensor is extra
+
+
+def test_what_the_family_accounts_for_without_a_role_passes_untouched() -> None:
+    extra = np.arange(7)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    (first, tensor), *_ = oddrank.stream(plan("qwen3", "fp8-block", 3), [(name, extra), *tensors().items()])
+    assert first == name and tensor is extra

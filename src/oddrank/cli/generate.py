@@ -63,6 +63,10 @@ def command(
         run_tp=run_tp,
         plan_file=plan_file,
     )
+    from oddrank.layout.executors import RUNTIME
+    from oddrank.planner import require_served
+
+    require_served(msgspec.structs.replace(plan, executor=RUNTIME.name))
     try:
         from oddrank.runtime.generate import generate
         from oddrank.runtime.request import Sampling

@@ -29,8 +29,10 @@ class Sizes(click.ParamType[list[int]]):
             if not low.isdecimal() or (dash and not high.isdecimal()):
                 self.fail(f'"{value}" is not a number of ranks' + (" (3, 1-16 or 2,3,5)." if self.many else "."))
             first, last = int(low), int(high) if dash else int(low)
-            if first < 1 or last < first:
+            if first < 1:
                 self.fail(f'"{value}": the number of ranks must be at least 1.')
+            if last < first:
+                self.fail(f'"{value}": the range ends before it begins.')
             if last - first > 4096:
                 self.fail(f'"{value}" is more sizes than anybody reads.')
             sizes += range(first, last + 1)
@@ -119,7 +121,8 @@ def planning(executor_default: str) -> Callable[[Command], Command]:
                     metavar="K=V",
                     help="What the plan must meet; repeatable. gqa=6 (query slots per KV slot), AXIS=N (planned "
                     "total, e.g. mlp=17472), AXIS_multiple=N (per rank, e.g. mlp_multiple=64), kv_bytes=N (KV "
-                    "bytes per token, layer and rank).",
+                    "bytes per token, layer and rank), block=N (rewrite "
+                    "block scales in finer blocks).",
                 ),
             )
         ):

@@ -39,13 +39,15 @@ def command(
     from oddrank.layout.executors import Constraints
     from oddrank.layout.solver import Request
     from oddrank.planner import plan_subject, study
+    from oddrank.report import notes_of
     from oddrank.transform.pad import output_bytes, pad
 
     checkpoint = Checkpoint.open(model)
     subject = study(checkpoint)
     wanted = Constraints.parse(constraint_pairs(constraints), subject.model)
     request = Request(tp=sizes[0], executor=executor, layout=layout, context=context, constraints=wanted)
-    plan = plan_subject(subject, request).plan
+    planned = plan_subject(subject, request)
+    plan = planned.plan
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=as_json or not console.is_terminal, transient=True) as bar:
@@ -54,6 +56,14 @@ def command(
     if as_json:
         click.echo(msgspec.json.encode({**msgspec.to_builtins(done), "tp": plan.tp, "layout": plan.kind}))
         return
+    before, after = checkpoint.config.get("model_type"), Checkpoint.open(done.path).config.get("model_type")
+    if before != after:
+        click.echo(
+            f"config.json says {after} instead of {before}: the same arithmetic, in a class that takes head_dim as "
+            "written"
+        )
+    for note in notes_of(planned):
+        click.echo(f"note: {note}")
     resumed = f", {done.resumed} weight files kept from an earlier run" if done.resumed else ""
     click.echo(
         f"{done.path}: {plan.kind} for TP={plan.tp}, {done.changed} of {done.tensors} tensors changed, "

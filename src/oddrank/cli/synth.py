@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+import msgspec
 
 
 @click.command("synth", short_help="Write a checkpoint with a published model's geometry and random values")
@@ -20,6 +21,7 @@ import click
               help="Numbered weight files; otherwise as the format's releases have them.")
 @click.option("--headers-only", is_flag=True, help="Sparse files: whole headers, the weights a hole.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
     family: str,
     out: str,
@@ -33,6 +35,7 @@ def command(
     shards: int | None,
     headers_only: bool,
     seed: int,
+    as_json: bool,
 ) -> None:
     """Write a checkpoint of FAMILY (qwen3_5, qwen3_5_moe, dflash, llama, mistral, qwen2, qwen3) to the directory OUT.
 
@@ -60,4 +63,16 @@ def command(
     path = (write_headers if headers_only else write_checkpoint)(release, out, shards=shards)
     made = Checkpoint.open(path)
     size_of = sum(t.end - t.start for t in made.tensors.values())
+    if as_json:
+        report = {
+            "path": str(path),
+            "family": family,
+            "format": format_,
+            "tensors": len(made.tensors),
+            "files": len(made.files),
+            "bytes": size_of,
+            "headers_only": headers_only,
+        }
+        click.echo(msgspec.json.encode(report))
+        return
     click.echo(f"{path}: {len(made.tensors)} tensors in {len(made.files)} files, {amount(size_of)}")

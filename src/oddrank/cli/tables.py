@@ -67,13 +67,17 @@ def show_plan(report: dict[str, Any]) -> None:
         )
     stored = ", ".join(f"{n} {name}" for name, n in report["formats"].items())
     out.print(f"matrices {stored}" + "".join(f"; {k} in blocks of {v}" for k, v in report["refined"].items()))
-    out.print(f"tensors  {tensors['total']} stored, {tensors['changed']} change in the virtual checkpoint")
+    virtual = report["executor"] == "vllm"
+    change = f"{tensors['changed']} change in the virtual checkpoint" if virtual else "each rank takes its slices"
+    out.print(f"tensors  {tensors['total']} stored, {change}")
+    for note in report["notes"]:
+        out.print(f"[yellow]note     {note}[/]")
     if report["idle_ranks"]:
         ranks = ", ".join(map(str, report["idle_ranks"]))
         out.print(f"[yellow]idle     rank {ranks} holds no real unit of some axis: it computes zeros there[/]")
     if report["alternatives"]:
         other = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("alternatives", "planned", "per rank", "weights", "KV/token", "why"):
+        for column in ("alternatives", "planned", "per rank", "their weights", "KV/token", "why"):
             other.add_column(column, overflow="fold")
         for alt in report["alternatives"]:
             other.add_row(
@@ -96,7 +100,7 @@ def show_sizes(name: str, executor: str, lines: list[dict[str, Any]]) -> None:
         title=f"{name}, executor {executor}", title_justify="left", box=None, pad_edge=False, header_style="bold"
     )
     table.add_column("TP", justify="right")
-    for column in ("stock vLLM", "oddrank", "heads a rank", "weights a rank", "overhead", "KV/token a rank"):
+    for column in ("stock vLLM", "oddrank", "query/KV heads a rank", "weights a rank", "overhead", "KV/token a rank"):
         table.add_column(column, overflow="fold")
     for line in lines:
         stock = "serves" if line["stock_vllm"] else f"refuses: {line['stock_vllm_why']}"

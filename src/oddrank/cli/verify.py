@@ -50,7 +50,7 @@ def command(
     the padded checkpoint in plain transformers. Exit code 1 beyond tolerance.
     """
     from oddrank.checkpoint import Checkpoint
-    from oddrank.planner import study
+    from oddrank.planner import not_served, study
 
     if layout == "ragged" and only == "padded":
         raise OddrankError("a ragged layout has no padded checkpoint; choose --layout pad, replicate or auto.")
@@ -67,6 +67,10 @@ def command(
                 constraints=constraints,
                 run_tp=run_tp,
             )
+    if "runtime" in plans:
+        why = not_served(plans["runtime"])
+        if why is not None:
+            raise OddrankError(f"{plans['runtime'].name}: {why} `--only padded` verifies the padded checkpoint.")
     try:
         from oddrank.verify.oracle import default_prompts, transformers_logits
         from oddrank.verify.verify import verify_padded, verify_runtime
@@ -96,6 +100,8 @@ def command(
     else:
         for v in verdicts:
             click.echo(_line(v))
+        if ok:
+            click.echo(f"verified: {len(verdicts)} ways of running it at TP={sizes[0]} give transformers' logits")
     if not ok:
         worst = max(verdicts, key=lambda v: v.comparison.max_rel / v.tolerance)
         raise CheckFailedError(
@@ -109,7 +115,7 @@ def _line(v: Verdict) -> str:
     text = (
         f"{'same' if v.ok else 'DIFFERENT':<9} {v.what} TP={v.tp} ({v.layout}): max |difference| {c.max_abs:.2e}, "
         f"relative {c.max_rel:.2e} (allowed {v.tolerance:.0e}), KL {c.kl_max:.1e}, greedy agreement "
-        f"{c.greedy_agreement:.1%} of {c.positions}"
+        f"{c.greedy_agreement:.1%} of {c.positions} positions"
     )
     if c.first_divergence is not None:
         d = c.first_divergence

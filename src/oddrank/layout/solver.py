@@ -178,7 +178,9 @@ class _Solver:
         elif layout == "ragged":
             prefer = next((c for c in fitting if c.kind != "groups"), None)
         elif layout == "replicate":
-            prefer = min((c for c in fitting if c.gqa is not None), key=lambda c: c.largest(), default=None)
+            uniform = [c for c in fitting if c.gqa is not None]
+            smaller = [c for c in uniform if c.gqa is not None and c.gqa < sizes.ratio]  # what the user asks for
+            prefer = min(smaller or uniform, key=lambda c: c.largest(), default=None)
         return self._choose(fitting, prefer)
 
     def _served(self, sizes: heads.PairSizes, is_kv: bool) -> Candidate | None:

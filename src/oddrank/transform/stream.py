@@ -6,6 +6,7 @@ the end, compared with what the config implies, so that a loader that skipped or
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -45,6 +46,8 @@ class Stream(Iterable[tuple[str, T]]):
         self.plan, self._tensors, self._coverage = plan, tensors, coverage
         self._recipes: dict[str, tuple[Recipe, Tally]] = {}
         self.tallies: list[Tally] = []
+        self._ignored = re.compile("|".join(plan.model.ignored) or r"(?!)")
+        self._aliases = {n for role in plan.model.roles if role.tied_to is not None for n in role.instances()}
         made = recipes(plan, plan.virtual())
         by_name = dict(made)
         for use in plan.uses:
@@ -63,7 +66,8 @@ class Stream(Iterable[tuple[str, T]]):
         for name, tensor in self._tensors:
             known = self._recipes.get(name)
             if known is None:
-                # something the family accounts for without a role, or another part of a bigger model
+                if not self._accounted(name):
+                    self._complain(f"{name} has no role in family {self.plan.model.family}.")
                 yield name, tensor
                 continue
             recipe, tally = known
@@ -81,6 +85,10 @@ class Stream(Iterable[tuple[str, T]]):
             tally.count += 1
             yield name, (tensor if recipe.unchanged else transformed(recipe, tensor))
         self.finish()
+
+    def _accounted(self, name: str) -> bool:
+        """Does the family account for a tensor without a role: ignored, or a stored copy of a tied one?"""
+        return name in self._aliases or self._ignored.fullmatch(name) is not None
 
     def finish(self) -> None:
         """Compare the tally with what the config implies."""
