@@ -233,7 +233,7 @@ def test_a_scale_converted_on_the_way_is_not_filled_with_words_of_another_dtype(
 def test_a_tensor_without_a_role_is_named_or_passed_untouched_with_a_warning() -> None:
     extra = np.arange(7)
     pairs = [("another_model.weight", extra), *tensors().items()]
-    with pytest.raises(OddrankError, match=r"another_model\.weight has no role"):
+    with pytest.raises(oddrank.OddrankError, match=r"another_model\.weight has no role"):
         list(oddrank.stream(plan("qwen3", "fp8-block", 3), pairs))
     with pytest.warns(UserWarning, match=r"another_model\.weight has no role"):
         (name, tensor), *_ = oddrank.stream(plan("qwen3", "fp8-block", 3), pairs, coverage="warn")
