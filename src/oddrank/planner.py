@@ -54,11 +54,12 @@ def study(checkpoint: Checkpoint) -> Subject:
         (p for p in family.prefixes if f"{p}embed_tokens.weight" in checkpoint.tensors), family.prefixes[0]
     )
     model = family.build(view, prefix)
+    quantization = view.child("quantization_config")
     return Subject(
-        name=checkpoint.path.name,
+        name=os.fsencode(checkpoint.path.name).decode("utf-8", "replace"),
         config_digest=config_digest(checkpoint.config),
         model=model,
-        census=take_census(model, checkpoint.tensors, checkpoint.config.get("quantization_config")),
+        census=take_census(model, checkpoint.tensors, dict(quantization.data) if quantization else None),
         kv_itemsize=KV_ITEMSIZE.get(view.dtype() or "bfloat16", 2),
     )
 

@@ -235,3 +235,34 @@ def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert command in out
         code, text, _ = run(capsys, command, "--help")
         assert code == 0 and "--json" in text and "--tp" in text
+
+
+def test_what_breaks_is_told_not_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each was a traceback, a hang or a remedy that did not work."""
+    model = write_model(tmp_path / "m")
+    for args, words in (
+        (["plan", model, "--tp", 2, "--constraint", "gqa=99999999999999999999"], ["beyond any model"]),
+        (["plan", model, "--tp", 4, "--constraint", "gqa=20000000"], ["beyond any model"]),
+        (["plan", write_model(tmp_path / "q", quantization_config=[1]), "--tp", 2], ["quantization_config", "object"]),
+        (["pad", model, "", "--tp", 2], ["output directory", "empty"]),
+        (["generate", model, "--tp", 2, "--prompt", ""], ["--prompt is empty"]),
+        (["generate", model, "--tp", 2, "--prompt", "\udcff"], ["UTF-8"]),
+    ):
+        code, _, err = run(capsys, *args)
+        assert code == 2 and all(w in err for w in words), err
+    code, _, _ = run(capsys, "plan", model, "--tp", 2, "--constraint", "q_heads=12", "--constraint", "kv_heads=4")
+    assert code == 0  # what a refusal of q_heads=9 says works
+
+
+def test_a_cache_scale_per_head_is_not_carried_as_if_it_were_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.numpy import load_file
+
+    for shape, expected in (((1,), 0), ((), 0), ((3,), 2)):
+        model = write_model(tmp_path / f"m{len(shape)}{sum(shape)}")
+        tensors = load_file(model / "model.safetensors")
+        tensors["model.layers.0.self_attn.k_scale"] = np.ones(shape, np.float32)
+        save_file(tensors, model / "model.safetensors")
+        code, _, err = run(capsys, "plan", model, "--tp", 2)
+        assert code == expected and ("k_scale is [3]" in err) == (expected == 2)

@@ -154,3 +154,19 @@ def test_chat_prompts_go_through_the_template(demo_model: Path) -> None:
     tokenizer.chat_template = None
     with pytest.raises(OddrankError, match="no chat template"):
         encode(tokenizer, "Hi", chat=True)
+
+
+def test_a_tied_head_with_values_of_its_own_is_refused(tmp_path: Path) -> None:
+    """transformers keeps two stored tensors apart whatever the config says; taking the embedding would be wrong."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from oddrank import OddrankError, make_plan
+    from oddrank.runtime.generate import forward_logits
+
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    config = LlamaConfig(**shape, num_hidden_layers=1, vocab_size=48, tie_word_embeddings=False)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
+    stored = tmp_path / "m" / "config.json"
+    stored.write_text(stored.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    with pytest.raises(OddrankError, match="tie_word_embeddings to false"):
+        forward_logits(tmp_path / "m", make_plan(tmp_path / "m", 2).plan, [1, 2, 3], "fp32")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import importlib
+import signal
 import sys
+from contextlib import suppress
 
 import click
 
@@ -50,6 +52,9 @@ def group() -> None:
 
 def main() -> None:
     """Entry point. Every foreseen error is one paragraph on stderr, never a traceback."""
+    with suppress(ValueError):  # not the main thread: whoever runs it there handles its signals
+        # so that what is being cleaned up on the way out is, when a supervisor stops it
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         group.main(standalone_mode=False)
     except click.exceptions.Exit as stop:

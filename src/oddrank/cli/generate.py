@@ -53,6 +53,11 @@ def command(
 
     The model is planned and the plan proven first; see `oddrank plan`.
     """
+    for prompt in prompts:
+        if not prompt:
+            raise OddrankError("--prompt is empty; the model needs at least one token to start from.")
+        if any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise OddrankError("--prompt is not valid UTF-8.")
     plan = plan_for(
         model,
         sizes[0],

@@ -31,7 +31,8 @@ def head_dim_is_implied(config: Config) -> bool:
 def as_mistral(config: Config) -> Config:
     """No biases, no window: mistral's arithmetic is llama's when `sliding_window` is null."""
     return {
-        **_written_out(config),
+        # llama ignores layer_types, mistral would not
+        **{k: v for k, v in _written_out(config).items() if k != "layer_types"},
         "model_type": "mistral",
         "architectures": ["MistralForCausalLM"],
         "sliding_window": None,

@@ -6,6 +6,7 @@ It reads names, dtypes and shapes only. A plan keeps the `uses`; the first proof
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -183,6 +184,12 @@ def take_census(
             there = [s for name in role.instances() for s in _stored_under(stem(name), tensors)]
             seen.update(there)
             aliased += there
+            implied = tuple(d.size(stock) for d in role.dims)
+            problems += [
+                f"{n} is {tensors[n].dtype} {list(tensors[n].shape)}, but it is tied to {role.tied_to}, {list(implied)}"
+                for n in there
+                if n == role.name and tuple(tensors[n].shape) != implied
+            ]
             continue
         logical = tuple(d.size(stock) for d in role.dims)
         forms = []
@@ -226,6 +233,11 @@ def take_census(
     pattern = re.compile("|".join(model.ignored) or r"(?!)")
     ignored = tuple(name for name in left if pattern.fullmatch(name))
     unmatched = tuple(name for name in left if not pattern.fullmatch(name))
+    problems += [
+        f"{name} is {list(tensors[name].shape)}: only one scale for the whole layer can be carried as it is"
+        for name in ignored
+        if name.endswith("_scale") and math.prod(tensors[name].shape) != 1
+    ]
     problems += [
         f"{name} {tensors[name].dtype} {list(tensors[name].shape)} has no role in family {model.family}"
         for name in unmatched

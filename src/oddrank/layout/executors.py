@@ -62,6 +62,10 @@ RUNTIME = Executor(
 EXECUTORS: Mapping[str, Executor] = {e.name: e for e in (RUNTIME, VLLM)}
 
 
+MOST, MOST_HEADS = 1 << 24, 1 << 14
+"""The largest values a constraint may ask for: widths, rows and bytes; heads."""
+
+
 class Constraints(msgspec.Struct, frozen=True):
     """What the user asked for beyond the executor's own constraints.
 
@@ -79,12 +83,15 @@ class Constraints(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, given: Mapping[str, int], model: Model) -> Constraints:
         """Sort `name=value` pairs by name. Raises OddrankError for a name this model has no use for."""
-        axes = {a.name for a in model.axes}
+        axes = {a.name for a in model.axes if a.kind != "experts"}  # cut inside, so their number never changes
         exact: dict[str, int] = {}
         multiple: dict[str, int] = {}
         for key, value in given.items():
             if value < 1:
                 raise OddrankError(f"constraint {key}={value}: the value must be a positive whole number.")
+            heads = key == "gqa" or any(key in (a.name, f"{a.name}_multiple") for a in model.axes if a.kind == "heads")
+            if value > (limit := MOST_HEADS if heads else MOST):
+                raise OddrankError(f"constraint {key}={value} is beyond any model; at most {limit}.")
             if key in ("gqa", "kv_bytes", "block"):
                 continue
             if key in axes:

@@ -163,7 +163,8 @@ class _Solver:
         elif layout in ("auto", "ragged"):
             cuts = (heads.ragged(sizes, tp, self.request.shares), heads.whole_groups(sizes, tp, self.request.shares))
             found += [c for c in cuts if c is not None]
-        if self.facts.equal_ranks or layout in ("pad", "replicate") or gqa or (is_kv and self.want.kv_bytes):
+        asked = {sizes.follower, sizes.leader} & {*self.want.exact, *self.want.multiple}
+        if self.facts.equal_ranks or layout in ("pad", "replicate") or gqa or asked or (is_kv and self.want.kv_bytes):
             if gqa is None:
                 found += heads.all_groupings(sizes, tp)
             found += self._fixed_slots(sizes, is_kv, gqa)

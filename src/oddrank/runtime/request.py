@@ -26,7 +26,7 @@ class Sampling(msgspec.Struct, frozen=True):
         """OddrankError for values that mean nothing."""
         for name, ok, means in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "0 (greedy), or 0.001 to 1000"),
             ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from oddrank.checkpoint import Checkpoint
+from oddrank.errors import OddrankError
 from oddrank.layout.plan import Plan
 from oddrank.runtime.engine import Engine
 from oddrank.runtime.loader import load
@@ -59,8 +61,24 @@ def load_rank(
 ) -> tuple[Llama, Loaded]:
     """Build this rank's model and copy its slice of `checkpoint` into it."""
     part = RankSlice(plan, checkpoint, group.rank)
+    _refuse_false_tie(plan, checkpoint)
     model = build_model(plan.model.family, checkpoint.config, part, group, precision)
     return model, load(model, part, lambda name: checkpoint.release([name]), group.device)
+
+
+def _refuse_false_tie(plan: Plan, checkpoint: Checkpoint) -> None:
+    """OddrankError where the config ties a tensor that is stored with values of its own: transformers then keeps
+    them apart, whatever the config says."""
+    for role in plan.model.roles:
+        other = role.tied_to
+        if other is None or role.name not in checkpoint.tensors or other not in checkpoint.tensors:
+            continue
+        if not np.array_equal(checkpoint.array(role.name), checkpoint.array(other)):
+            raise OddrankError(
+                f"{role.name} is stored with other values than {other}, but config.json ties them "
+                "(tie_word_embeddings). Set tie_word_embeddings to false there."
+            )
+        checkpoint.release([role.name, other])
 
 
 def serve(group: Group, link: Link, job: Job) -> Loaded:

@@ -68,6 +68,14 @@ def pad(
             f"a plan for the {plan.executor} executor may give its ranks different sizes, which no single checkpoint "
             "on disk can express; plan with --executor vllm to write one."
         )
+    if not os.fspath(out):
+        raise OddrankError("the output directory's name is empty.")
+    unreadable = [name for name in checkpoint.other_files() if not _is_utf8(name)]
+    if unreadable:
+        raise OddrankError(
+            f"{checkpoint.path} holds a file whose name is no text ({unreadable[0]!r}), which cannot be recorded. "
+            "Rename it or remove it."
+        )
     target = Path(os.path.realpath(out))
     if target.is_relative_to(checkpoint.path) or checkpoint.path.is_relative_to(target):
         raise OddrankError(
@@ -106,11 +114,20 @@ def pad(
     return Padded(str(path), tuple(records), written, len(checkpoint.tensors), changed, resumed)
 
 
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def fingerprint(plan: Plan, checkpoint: Checkpoint) -> str:
-    """What a result is made from: the plan, and the source's weight files by name, size and time of change."""
+    """What a result is made from: the plan, and the source's files by name, size and time of change."""
     digest = hashlib.sha256(plan.to_json())
-    for file in checkpoint.files:
-        status = checkpoint.location(file).stat()
+    carried = [(name, checkpoint.other_file(name)) for name in checkpoint.other_files()]
+    for file, path in [*((f, checkpoint.location(f)) for f in checkpoint.files), *carried]:
+        status = path.stat()
         digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return digest.hexdigest()
 

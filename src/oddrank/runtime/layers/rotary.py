@@ -55,7 +55,13 @@ class RotaryEmbedding:
             )
         self._frequencies, self._rope, self._dim = _FREQUENCIES[kind], rope, dim
         self._max_positions, self._dtype, self._device = max_positions, dtype, torch.device(device)
-        self.inv_freq, self._scaling = self._at(max_positions)
+        try:
+            self.inv_freq, self._scaling = self._at(max_positions)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+            raise OddrankError(
+                f'config.json: these rope parameters make no "{kind}" scaling '
+                f"({type(error).__name__}: {error}): {rope}."
+            ) from None
         self._dynamic = kind == "dynamic"
         self.limit = int(max_positions * rope["factor"]) if self._dynamic else max_positions
         """Positions that the model is meant for."""

@@ -89,11 +89,13 @@ def _windows(view: ConfigView, defaults: Defaults, layers: int) -> tuple[int | N
     # An absent key means the default, null means none.
     absent = "sliding_window" not in view.data
     window = defaults.window if absent else view.get_int("sliding_window", 0) or None
+    kinds = [str(kind) for kind in view.get_list("layer_types")]
+    if kinds and (len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}):
+        raise view.error("layer_types", f"{layers} of full_attention and sliding_attention", kinds)
     if defaults.sliding == "all":
-        return (window,) * layers
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds) or (window,) * layers
     if not view.get_bool("use_sliding_window", False):
         return (None,) * layers
-    kinds = view.get_list("layer_types")
     if kinds:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     first = view.get_int("max_window_layers", defaults.first_window_layer, low=0)
