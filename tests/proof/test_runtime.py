@@ -6,7 +6,7 @@ The runtime keeps rotary angles in float32 as transformers does; here both keep 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -36,6 +36,8 @@ def one_thread() -> Iterator[None]:
 
 class _Loaded(Memory):
     """A checkpoint in memory, as the runtime's loader sees one."""
+
+    tensors: ClassVar[dict[str, object]] = {}  # no stored copy of a tied head
 
     def __init__(self, m: Subjected) -> None:
         super().__init__(m.weights)
