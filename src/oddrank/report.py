@@ -8,7 +8,7 @@ from typing import Any
 from oddrank.geometry import Model
 from oddrank.layout.candidate import Candidate
 from oddrank.layout.census import Census, Use
-from oddrank.layout.cost import kv_bytes_per_layer, rank_cost, state_bytes, weight_bytes
+from oddrank.layout.cost import kv_bytes_per_layer, macs, rank_cost, state_bytes, weight_bytes
 from oddrank.layout.plan import Plan
 from oddrank.layout.proof import Check
 from oddrank.layout.solver import Choice, Solution
@@ -33,8 +33,7 @@ def describe(solution: Solution, census: Census, checks: tuple[Check, ...]) -> d
     ]
     stock_bytes = weight_bytes(model, plan.uses, stock)
     kv_layers = model.kv.layers if model.kv else 0
-    candidates = {la.axis: c.candidate for group in solution.choices for c in group if c.chosen
-                  for la in c.candidate.layouts}
+    candidates = chosen(solution)
     return {
         "model": plan.name,
         "family": model.family,
@@ -64,7 +63,7 @@ def describe(solution: Solution, census: Census, checks: tuple[Check, ...]) -> d
             "per_rank": [c.weight_bytes for c in costs],
             "overhead": max(c.weight_bytes for c in costs) * plan.tp / stock_bytes - 1.0,
         },
-        "macs_per_token": {"stock": _stock_macs(plan), "per_rank": [c.macs for c in costs]},
+        "macs_per_token": {"stock": macs(model, stock, plan.context), "per_rank": [c.macs for c in costs]},
         "kv": {
             "stock_bytes_per_token": kv_layers * kv_bytes_per_layer(model, stock, plan.kv_itemsize),
             "per_rank_bytes_per_token": [c.kv_bytes for c in costs],
@@ -90,17 +89,15 @@ def describe(solution: Solution, census: Census, checks: tuple[Check, ...]) -> d
     }
 
 
-def _stock_macs(plan: Plan) -> int:
-    from oddrank.layout.cost import macs
-
-    return macs(plan.model, plan.model.stock(), plan.context)
-
-
 def notes_of(planned: Planned) -> list[str]:
     """The notes of a plan just made."""
-    chosen = {la.axis: c.candidate for group in planned.solution.choices for c in group if c.chosen
-              for la in c.candidate.layouts}
-    return notes(planned.plan, chosen)
+    return notes(planned.plan, chosen(planned.solution))
+
+
+def chosen(solution: Solution) -> dict[str, Candidate]:
+    """The candidate that was taken, by axis."""
+    picked = [c.candidate for group in solution.choices for c in group if c.chosen]
+    return {la.axis: c for c in picked for la in c.layouts}
 
 
 def notes(plan: Plan, candidates: dict[str, Candidate]) -> list[str]:

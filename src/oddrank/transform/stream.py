@@ -17,6 +17,7 @@ import numpy as np
 
 from oddrank.checkpoint.dtypes import STORAGE
 from oddrank.errors import OddrankError
+from oddrank.formats.base import stem
 from oddrank.layout.census import use_instances, use_parts
 from oddrank.layout.plan import Plan
 from oddrank.transform.recipe import Recipe, Words, materialize, recipes
@@ -53,9 +54,9 @@ class Stream(Iterable[tuple[str, T]]):
         for use in plan.uses:
             role = plan.model.roles[use.role]
             for part, _ in use_parts(plan.model, use):
-                names = [_stem(n) + part.suffix for n in use_instances(plan.model, use)]
+                names = [stem(n) + part.suffix for n in use_instances(plan.model, use)]
                 recipe = by_name[names[0]]
-                tally = Tally(_stem(role.name) + part.suffix, len(names), recipe.source_shape, recipe.shape)
+                tally = Tally(stem(role.name) + part.suffix, len(names), recipe.source_shape, recipe.shape)
                 self.tallies.append(tally)
                 self._recipes.update((n, (by_name[n], tally)) for n in names)
 
@@ -175,7 +176,3 @@ def _torch_of(tensor: Any) -> Any:
     if torch is None or not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a stream carries numpy arrays or torch tensors, not {type(tensor).__name__}")
     return torch
-
-
-def _stem(name: str) -> str:
-    return name.removesuffix(".weight")
