@@ -130,7 +130,7 @@ def changed_tensors(plan: Plan) -> int:
     """Stored tensors that differ between the stock and the virtual checkpoint; 0 where ranks only take slices."""
     if not plan.executor_facts().equal_ranks:
         return 0
-    return sum(1 for _, recipe in recipes(plan, plan.virtual()) if not recipe.unchanged)
+    return sum(1 for recipe in recipes(plan, plan.virtual()).values() if not recipe.unchanged)
 
 
 def idle_ranks(plan: Plan) -> list[int]:

@@ -112,7 +112,7 @@ def moved(
     plan = bare_plan(model, census, refined)
     base = NAME.removesuffix(".weight")
     result = {}
-    for name, recipe in recipes(plan, slots_of(model, move.slots)):
+    for name, recipe in recipes(plan, slots_of(model, move.slots)).items():
         assert recipe.dtype == tensors[name].dtype
         made = materialize(recipe, tensors[name].words)
         assert made.shape == recipe.shape and made.dtype == tensors[name].words.dtype

@@ -73,7 +73,7 @@ class Subjected:
 def virtual(plan: Plan, config: Config, weights: Weights) -> tuple[Config, Weights]:
     """The virtual checkpoint: its config and its weights."""
     memory = Memory(weights)
-    made = {n: materialize(r, memory.array(n)).view(np.float64) for n, r in recipes(plan, plan.virtual())}
+    made = {n: materialize(r, memory.array(n)).view(np.float64) for n, r in recipes(plan, plan.virtual()).items()}
     return virtual_config(plan, config, "transformers"), made
 
 

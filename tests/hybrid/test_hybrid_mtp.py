@@ -128,7 +128,7 @@ def test_in_a_format_of_its_own(tmp_path: Path) -> None:
     out = write_headers(describe_release("qwen3_5", "mxfp4", size="tiny"), tmp_path / "m")
     plan = make_plan(out, 5, executor="vllm", layout="pad").plan
     stock = {n: t.shape for n, t in Checkpoint.open(out).tensors.items()}
-    shapes = {n: r.shape for n, r in recipes(plan, plan.virtual())}
+    shapes = {n: r.shape for n, r in recipes(plan, plan.virtual()).items()}
     o, q = "mtp.layers.0.self_attn.o_proj.", "mtp.layers.0.self_attn.q_proj."
     heads = plan.layout("q_heads").total()
     assert heads > 6 and stock[o + "weight"] == (256, 6 * 128) and shapes[o + "weight"] == (256, heads * 128)

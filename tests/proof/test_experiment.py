@@ -80,7 +80,7 @@ def virtual(plan: Plan, config: Config, weights: Weights, reader: str = "transfo
     memory = Memory(weights)
     made = {
         name: materialize(recipe, memory.array(name)).view(np.float64)
-        for name, recipe in recipes(plan, plan.virtual())
+        for name, recipe in recipes(plan, plan.virtual()).items()
     }
     return virtual_config(plan, config, reader), made
 

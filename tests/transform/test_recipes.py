@@ -78,7 +78,7 @@ def looked_up(name: str, source: Any, slots: Slots, head_dim: int) -> Any:
 def test_dense_tensors(seed: int, dtype: str) -> None:
     _, p, rng = some(seed, dtype)
     slots = slots_of(p, rng)
-    for name, recipe in recipes(p, slots):
+    for name, recipe in recipes(p, slots).items():
         source = words(recipe.source_shape, dtype, rng)
         expected = looked_up(name, source, slots, 4)
         assert recipe.dtype == dtype
@@ -94,7 +94,7 @@ def test_dense_tensors(seed: int, dtype: str) -> None:
 @given(seeds)
 def test_rows_in_any_chunking(seed: int) -> None:
     _, p, rng = some(seed)
-    for name, recipe in recipes(p, slots_of(p, rng)):
+    for name, recipe in recipes(p, slots_of(p, rng)).items():
         source = words(recipe.source_shape, recipe.dtype, rng)
         whole = np.full(recipe.shape, 0xDEAD, dtype=np.uint16)
         apply(recipe, source, whole)
@@ -115,7 +115,7 @@ def test_rows_in_any_chunking(seed: int) -> None:
 def test_into_strided_arrays(seed: int) -> None:
     """Rows of a bigger parameter, every other column, a transposed view: nothing outside them is touched."""
     _, p, rng = some(seed)
-    for _, recipe in recipes(p, slots_of(p, rng)):
+    for recipe in recipes(p, slots_of(p, rng)).values():
         source = words(recipe.source_shape, recipe.dtype, rng)
         expected = np.array(materialize(recipe, source))
         big = np.full(tuple(2 * n + 3 for n in recipe.shape), 7, dtype=np.uint16)
@@ -134,7 +134,7 @@ def test_into_strided_arrays(seed: int) -> None:
 @given(seeds)
 def test_a_source_that_is_read_only_and_strided(seed: int) -> None:
     _, p, rng = some(seed)
-    for _, recipe in recipes(p, slots_of(p, rng)):
+    for recipe in recipes(p, slots_of(p, rng)).values():
         source = words(tuple(2 * n for n in recipe.source_shape), recipe.dtype, rng)
         view = source[tuple(slice(None, None, 2) for _ in recipe.source_shape)]
         view.flags.writeable = False
@@ -159,7 +159,7 @@ def test_spans_cover_the_target_once(index: list[int]) -> None:
 def test_a_recipe_is_made_once_for_all_layers() -> None:
     s = subject(config(q=24, kv=4, layers=40))
     p = plan(s, 3, "vllm").plan
-    made = dict(recipes(p, p.virtual()))
+    made = recipes(p, p.virtual())
     first = made["model.layers.0.self_attn.q_proj.weight"]
     assert all(made[f"model.layers.{i}.self_attn.q_proj.weight"] is first for i in range(40))
     assert len(made) == s.census.total
@@ -169,7 +169,7 @@ def test_every_stored_tensor_has_a_recipe_in_the_plan() -> None:
     for variant in VARIANTS:
         s = subject(config(variant, q=9, kv=3))
         p = plan(s, 2).plan
-        assert len(dict(recipes(p, p.slots(0)))) == s.census.total
+        assert len(recipes(p, p.slots(0))) == s.census.total
 
 
 # -- blocked and packed formats: entries, fills --------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_scale_blocks(tp: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> 
     p = plan(s, tp, "runtime", layout).plan
     for rank in range(tp):
         slots = p.slots(rank)
-        made = dict(recipes(p, slots))
+        made = recipes(p, slots)
         values, scales = made["layers.0.mlp.up.weight"], made["layers.0.mlp.up.scale"]
         _check_rows(values, scales, slots.source["mlp"], rng)
         values, scales = made["layers.0.mlp.down.weight"], made["layers.0.mlp.down.scale"]
@@ -253,7 +253,7 @@ def test_packed_words_and_their_fills(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not s.census.problems, s.census.problems
     p = plan(s, 3, "vllm", constraints={"mlp_multiple": 32}).plan
     assert p.layout("mlp").counts() == (32, 32, 32)
-    made = dict(recipes(p, p.slots(2)))
+    made = recipes(p, p.slots(2))
     rng = np.random.default_rng(0)
     down, scale = made["layers.0.mlp.down.weight_packed"], made["layers.0.mlp.down.weight_scale"]
     source, source_scale = words((16, 10), "I32", rng), words((16, 5), "F16", rng)

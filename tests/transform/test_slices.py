@@ -66,7 +66,7 @@ def test_ranks_side_by_side_are_the_virtual_checkpoint(seed: int) -> None:
     p = equal_plan(s, rng)
     words = Words(tensor_table(c), seed)
     held = parts(p, words)
-    for name, recipe in recipes(p, p.virtual()):
+    for name, recipe in recipes(p, p.virtual()).items():
         whole = np.array(materialize(recipe, words.array(name)))
         cut = cut_of(name)
         if cut is None:

@@ -42,7 +42,7 @@ def logits_agree(c: Config, tp: int, reader: str) -> Config:
     prompt = rng.integers(0, c["vocab_size"], 9).tolist()
     p, v, _ = padded(c, tp, reader)
     memory = Memory(weights)
-    made = {n: materialize(r, memory.array(n)).view(np.float64) for n, r in recipes(p, p.virtual())}
+    made = {n: materialize(r, memory.array(n)).view(np.float64) for n, r in recipes(p, p.virtual()).items()}
     reference = transformers_logits(c, weights, prompt)
     assert np.abs(reference).max() > 0.5
     assert np.abs(transformers_logits(v, made, prompt) - reference).max() < 1e-10

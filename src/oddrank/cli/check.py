@@ -67,7 +67,7 @@ def command(
         plan = plan_subject(subject, request).plan
         fullest = max(range(plan.tp), key=lambda r: sum(plan.counts(r).values()))
         slots = plan.virtual() if plan.executor_facts().equal_ranks else plan.slots(fullest)
-        shapes = {name: recipe.shape for name, recipe in recipes(plan, slots)}
+        shapes = {name: recipe.shape for name, recipe in recipes(plan, slots).items()}
     rows = list(_rows(subject.model, census, checkpoint, shapes)) if as_list or as_json else []
     counts = Counter(use.format for use in census.uses for _ in range(use.count))
     report = {

@@ -46,7 +46,7 @@ class Padded(msgspec.Struct, frozen=True):
 
 def output_bytes(plan: Plan, checkpoint: Checkpoint) -> int:
     """Bytes of tensors the virtual checkpoint has."""
-    made = dict(recipes(plan, plan.virtual()))
+    made = recipes(plan, plan.virtual())
     return sum(_size(made.get(name), info.dtype, info.shape) for name, info in checkpoint.tensors.items())
 
 
@@ -82,7 +82,7 @@ def pad(
             f"{out} and the model {checkpoint.path} lie inside each other; write to a directory outside the model's."
         )
     config = virtual_config(plan, checkpoint.config)
-    made = dict(recipes(plan, plan.virtual()))
+    made = recipes(plan, plan.virtual())
     by_file: dict[str, list[str]] = {file: [] for file in checkpoint.files}
     for name, info in checkpoint.tensors.items():
         by_file[info.file].append(name)

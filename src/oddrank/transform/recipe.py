@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from oddrank.checkpoint.dtypes import STORAGE
 from oddrank.formats.base import fill_word, stem
 from oddrank.geometry import Slots
 from oddrank.geometry.dims import IntArray
@@ -41,7 +40,8 @@ class Recipe(NamedTuple):
     """source_shape, shape: stored shapes before and after. dtype: safetensors name. spans: per dimension.
     fills: per dimension, the word for entries of that dimension that have no source; where two dimensions have
     none, the first (rows) decides. unchanged: the result is the source, byte for byte. moves: the same as slices,
-    made once for all the tensors that share the recipe."""
+    made once for all the tensors that share the recipe. copies: those of the moves that a result made of zeroed
+    memory still needs."""
 
     source_shape: tuple[int, ...]
     shape: tuple[int, ...]
@@ -50,6 +50,7 @@ class Recipe(NamedTuple):
     fills: tuple[int, ...]
     unchanged: bool
     moves: tuple[Move, ...]
+    copies: tuple[Move, ...]
 
 
 def spans_of(index: IntArray) -> tuple[Span, ...]:
@@ -64,25 +65,33 @@ def spans_of(index: IntArray) -> tuple[Span, ...]:
     )
 
 
-def recipes(plan: Plan, slots: Slots) -> Iterator[tuple[str, Recipe]]:
-    """(stored tensor name, recipe) for every stored tensor that has a role."""
+class Made(NamedTuple):
+    """A recipe with the stored tensors that share it, and what they are of: role and suffix."""
+
+    recipe: Recipe
+    names: list[str]
+    what: str
+
+
+def made_recipes(plan: Plan, slots: Slots) -> Iterator[Made]:
+    """The recipes of every stored tensor that has a role, one a role, format and suffix."""
     stock, refined = plan.model.stock(), dict(plan.refined)
-    made: dict[tuple[Any, ...], tuple[Span, ...]] = {}
+    found: dict[tuple[Any, ...], tuple[Span, ...]] = {}
     for use in plan.uses:
         role = plan.model.roles[use.role]
+        bases = [stem(name) for name in use_instances(plan.model, use)]
         source_logical = tuple(d.size(stock) for d in role.dims)
-        made_parts = []
         for part, dtype in use_parts(plan.model, use):
             spans = []
             for d, block in zip(part.dims, part.blocks, strict=True):
                 key = (role.dims[d], block, part.stored.shared)
-                if key not in made:
+                if key not in found:
                     index = logical_index(role.dims[d], stock, slots)
                     size = source_logical[d]
                     target = target_block(role.dims[d], part, block, refined)
                     entries = stored_index(index, size, block, shared=part.stored.shared, target_block=target)
-                    made[key] = spans_of(entries)
-                spans.append(made[key])
+                    found[key] = spans_of(entries)
+                spans.append(found[key])
             source_shape = stored_shape(source_logical, part)
             shape = tuple(sum(s.length for s in sp) for sp in spans)
             unchanged = shape == source_shape and all(
@@ -92,12 +101,17 @@ def recipes(plan: Plan, slots: Slots) -> Iterator[tuple[str, Recipe]]:
             is_column = [role.matrix and d == len(role.dims) - 1 for d in part.dims]
             fills = tuple(columns if c else rows for c in is_column)
             moves = moves_of(spans, fills)
-            recipe = Recipe(source_shape, shape, dtype, tuple(spans), fills, unchanged, moves)
-            made_parts.append((part.suffix, recipe))
-        for name in use_instances(plan.model, use):
-            base = stem(name)
-            for suffix, recipe in made_parts:
-                yield base + suffix, recipe
+            copies = tuple(m for m in moves if m[1] != 0)
+            recipe = Recipe(source_shape, shape, dtype, tuple(spans), fills, unchanged, moves, copies)
+            yield Made(recipe, [base + part.suffix for base in bases], stem(role.name) + part.suffix)
+
+
+def recipes(plan: Plan, slots: Slots) -> dict[str, Recipe]:
+    """The recipe of every stored tensor that has a role, by its name."""
+    found: dict[str, Recipe] = {}
+    for made in made_recipes(plan, slots):
+        found.update(dict.fromkeys(made.names, made.recipe))
+    return found
 
 
 def apply(recipe: Recipe, source: Words, out: Words) -> None:
@@ -136,9 +150,10 @@ def _run(moves: Iterable[Move], source: Words, out: Words) -> None:
 
 
 def materialize(recipe: Recipe, source: Words) -> Words:
-    """The result as a new array; the source itself (a view, no copy) where nothing changes."""
+    """The result as a new array of the source's words; the source itself (a view, no copy) where nothing changes."""
     if recipe.unchanged:
         return source
-    out = np.empty(recipe.shape, dtype=STORAGE[recipe.dtype])
-    apply(recipe, source, out)
+    # fresh pages come from the system as zeros, and numpy asks for just those: zero fills then cost nothing
+    out = np.zeros(recipe.shape, dtype=source.dtype)
+    _run(recipe.copies, source, out)
     return out

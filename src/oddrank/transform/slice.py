@@ -22,7 +22,7 @@ class RankSlice:
         self.plan, self.rank, self.tp = plan, rank, plan.tp
         self._checkpoint = checkpoint
         self._slots = plan.slots(rank)
-        self._recipes = dict(recipes(plan, self._slots))
+        self._recipes = recipes(plan, self._slots)
         self._owners = {n: r for name, r in plan.owners for n in _instances(plan, name)}
 
     def count(self, axis: str) -> int:

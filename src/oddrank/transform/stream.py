@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -17,10 +18,8 @@ import numpy as np
 
 from oddrank.checkpoint.dtypes import STORAGE
 from oddrank.errors import OddrankError
-from oddrank.formats.base import stem
-from oddrank.layout.census import use_instances, use_parts
 from oddrank.layout.plan import Plan
-from oddrank.transform.recipe import Recipe, Words, materialize, recipes
+from oddrank.transform.recipe import Recipe, made_recipes, materialize
 
 T = TypeVar("T")
 
@@ -49,16 +48,10 @@ class Stream(Iterable[tuple[str, T]]):
         self.tallies: list[Tally] = []
         self._ignored = re.compile("|".join(plan.model.ignored) or r"(?!)")
         self._aliases = {n for role in plan.model.roles if role.tied_to is not None for n in role.instances()}
-        made = recipes(plan, plan.virtual())
-        by_name = dict(made)
-        for use in plan.uses:
-            role = plan.model.roles[use.role]
-            for part, _ in use_parts(plan.model, use):
-                names = [stem(n) + part.suffix for n in use_instances(plan.model, use)]
-                recipe = by_name[names[0]]
-                tally = Tally(stem(role.name) + part.suffix, len(names), recipe.source_shape, recipe.shape)
-                self.tallies.append(tally)
-                self._recipes.update((n, (by_name[n], tally)) for n in names)
+        for made in made_recipes(plan, plan.virtual()):
+            tally = Tally(made.what, len(made.names), made.recipe.source_shape, made.recipe.shape)
+            self.tallies.append(tally)
+            self._recipes.update(dict.fromkeys(made.names, (made.recipe, tally)))
 
     def __iter__(self) -> Iterator[tuple[str, T]]:
         seen: set[str] = set()
@@ -72,7 +65,9 @@ class Stream(Iterable[tuple[str, T]]):
                 yield name, tensor
                 continue
             recipe, tally = known
-            if not _as_planned(recipe, tensor):
+            if getattr(tensor, "shape", None) != recipe.source_shape or not (
+                recipe.unchanged or _carries(getattr(tensor, "dtype", None), recipe.dtype)
+            ):
                 self._complain(
                     f"{name} comes as {_kind(tensor)} {list(getattr(tensor, 'shape', ()))}; the plan was made for "
                     f"{recipe.dtype} {list(recipe.source_shape)}. The stream must be of the checkpoint that was "
@@ -123,17 +118,17 @@ def stream(
 def transformed(recipe: Recipe, tensor: Any) -> Any:
     """A changed tensor as a new one of the same kind (numpy array, torch tensor on the CPU) and dtype."""
     if isinstance(tensor, np.ndarray):
-        words = np.ascontiguousarray(tensor).view(_words(tensor.dtype.itemsize))
-        return materialize(recipe, words).view(tensor.dtype)
+        return materialize(recipe, tensor.view(_CARRIERS[tensor.dtype.itemsize])).view(tensor.dtype)
     torch = _torch_of(tensor)
-    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    source: Words = tensor.detach().contiguous().view(carrier).numpy().view(_words(tensor.element_size()))
-    out = materialize(recipe, source)
-    return torch.from_numpy(out.view(f"i{tensor.element_size()}" if tensor.element_size() > 1 else "u1")).view(
-        tensor.dtype
-    )
+    dtype = tensor.dtype
+    # numpy knows neither bfloat16 nor float8: their words travel as unsigned integers
+    carrier = getattr(torch, _CARRIERS[dtype.itemsize])
+    source = (tensor.detach() if tensor.requires_grad else tensor).view(carrier).numpy()
+    return torch.from_numpy(materialize(recipe, source)).view(dtype)
 
 
+_CARRIERS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+"""The unsigned integer type of a width, as numpy and torch both name it."""
 _FLOATS = {
     "float16": "F16",
     "bfloat16": "BF16",
@@ -152,22 +147,16 @@ def _kind(tensor: Any) -> str:
     return _FLOATS.get(name, name)
 
 
-def _as_planned(recipe: Recipe, tensor: Any) -> bool:
-    """Is the tensor stored as the plan has it? Integers of the right width may carry any dtype's words; a float of
-    another kind was converted on the way, and words of fills would mean something else in it."""
-    kind = _kind(tensor)
-    if tuple(getattr(tensor, "shape", ())) != recipe.source_shape:
-        return False
-    if recipe.unchanged:
-        return True
+@cache
+def _carries(dtype: Any, planned: str) -> bool:
+    """Can a tensor of this numpy or torch dtype hold the words of the planned safetensors dtype? Integers of the right
+    width may carry any dtype's words; a float of another kind was converted on the way, and words of fills would mean
+    something else in it."""
+    kind = str(dtype).removeprefix("torch.")
+    kind = _FLOATS.get(kind, kind)
     if kind in _FLOATS.values():
-        return kind == recipe.dtype or {kind, recipe.dtype} == {"F8_E8M0", "U8"}
-    itemsize = tensor.dtype.itemsize if hasattr(tensor, "dtype") else 0
-    return bool(itemsize == STORAGE[recipe.dtype].itemsize)
-
-
-def _words(itemsize: int) -> np.dtype[Any]:
-    return np.dtype(f"<u{itemsize}")
+        return kind == planned or {kind, planned} == {"F8_E8M0", "U8"}
+    return bool(dtype.itemsize == STORAGE[planned].itemsize)
 
 
 def _torch_of(tensor: Any) -> Any:
