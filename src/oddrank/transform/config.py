@@ -26,10 +26,9 @@ def virtual_config(plan: Plan, config: dict[str, Any], reader: str | None = None
     for key, axis in plan.model.config_axes:
         text[key] = counts[axis]
     text.update(plan.model.config_fixed)
-    block = dict(plan.refined).get("*")
-    quantization = result.get("quantization_config")
-    if block is not None and isinstance(quantization, dict):
-        _say_block(quantization, block)
+    quantization = virtual_quantization(plan, result.get("quantization_config"))
+    if quantization is not None:
+        result["quantization_config"] = quantization
     family = families()[plan.model.family]
     spelled = family.respell(dict(text), reader or plan.executor_facts().reader)
     text.clear()
@@ -37,9 +36,16 @@ def virtual_config(plan: Plan, config: dict[str, Any], reader: str | None = None
     return result
 
 
-def _say_block(quantization: dict[str, Any], block: int) -> None:
-    """Block scales are in blocks of `block` now: Hugging Face's `weight_block_size` (128 x 128 where it is not
-    given), and the `block_structure` of compressed-tensors' groups."""
+def virtual_quantization(plan: Plan, stock: object) -> dict[str, Any] | None:
+    """`quantization_config` of the virtual checkpoint where it differs from the stock one, else None.
+
+    It differs where block scales are rewritten in finer blocks: Hugging Face's `weight_block_size` (128 x 128 where it
+    is not given), and the `block_structure` of compressed-tensors' groups.
+    """
+    block = dict(plan.refined).get("*")
+    if block is None or not isinstance(stock, dict):
+        return None
+    quantization: dict[str, Any] = copy.deepcopy(stock)
     if quantization.get("quant_method") == "fp8":
         quantization.setdefault("weight_block_size", [128, 128])
     groups = quantization.get("config_groups")
@@ -47,3 +53,4 @@ def _say_block(quantization: dict[str, Any], block: int) -> None:
     for holder, key in ((quantization, "weight_block_size"), *((w, "block_structure") for w in weights)):
         if isinstance(holder, dict) and isinstance(holder.get(key), list):
             holder[key] = [min(block, n) for n in holder[key]]
+    return quantization

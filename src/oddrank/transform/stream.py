@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -39,11 +39,18 @@ class Stream(Iterable[tuple[str, T]]):
 
     Raises OddrankError for a tensor that is not stored as the plan was made for (shape, width of its numbers), for one
     that comes twice, and, when the source is exhausted, where the tally is not complete. With coverage="warn" these are
-    warnings; a tensor that is stored otherwise is then passed on as it came, and not counted.
+    warnings; a tensor that is stored otherwise is then passed on as it came, and not counted. optional: tensors by name
+    that the source may leave out (other ranks' experts).
     """
 
-    def __init__(self, plan: Plan, tensors: Iterable[tuple[str, T]], coverage: Literal["strict", "warn"]) -> None:
-        self.plan, self._tensors, self._coverage = plan, tensors, coverage
+    def __init__(
+        self,
+        plan: Plan,
+        tensors: Iterable[tuple[str, T]],
+        coverage: Literal["strict", "warn"],
+        optional: Callable[[str], bool] | None = None,
+    ) -> None:
+        self.plan, self._tensors, self._coverage, self._optional = plan, tensors, coverage, optional
         self._recipes: dict[str, tuple[Recipe, Tally]] = {}
         self.tallies: list[Tally] = []
         self._ignored = re.compile("|".join(plan.model.ignored) or r"(?!)")
@@ -80,18 +87,24 @@ class Stream(Iterable[tuple[str, T]]):
             seen.add(name)
             tally.count += 1
             yield name, (tensor if recipe.unchanged else transformed(recipe, tensor))
-        self.finish()
+        self._finish(seen)
 
     def _accounted(self, name: str) -> bool:
         """Does the family account for a tensor without a role: ignored, or a stored copy of a tied one?"""
         return name in self._aliases or self._ignored.fullmatch(name) is not None
 
-    def finish(self) -> None:
+    def _finish(self, seen: set[str]) -> None:
         """Compare the tally with what the config implies."""
-        wrong = [f"{t.role}: {t.count} of {t.expected}" for t in self.tallies if t.count != t.expected]
+        wrong = [t for t in self.tallies if t.count != t.expected]
+        if wrong and self._optional is not None:
+            required: dict[int, int] = {}
+            for name, (_, tally) in self._recipes.items():
+                required[id(tally)] = required.get(id(tally), 0) + (name in seen or not self._optional(name))
+            wrong = [t for t in wrong if t.count != required[id(t)]]
         if wrong:
             more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
-            self._complain(f"the stream ended without all that the config implies: {'; '.join(wrong[:5])}{more}.")
+            some = "; ".join(f"{t.role}: {t.count} of {t.expected}" for t in wrong[:5])
+            self._complain(f"the stream ended without all that the config implies: {some}{more}.")
 
     def _complain(self, message: str) -> None:
         if self._coverage == "strict":

@@ -1,0 +1,54 @@
+"""One vLLM engine, some prompts, what it answers: run by the tests in vLLM's own environment, one process a case.
+
+Reads a JSON object on standard input: `engine`: arguments of vllm.LLM; `prompts`: lists of token ids; `max_tokens`;
+`logprobs`; `prompt_logprobs`. Writes a JSON object to the file named in argv[1].
+"""
+
+import json
+import sys
+import time
+
+
+def values(position):
+    """[[token, logprob], ...] by descending logprob."""
+    return sorted(([int(t), p.logprob] for t, p in position.items()), key=lambda tp: -tp[1])
+
+
+def main():
+    asked = json.load(sys.stdin)
+    from vllm import LLM, SamplingParams
+
+    start = time.perf_counter()
+    llm = LLM(**asked["engine"])
+    ready = time.perf_counter() - start
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=asked["max_tokens"],
+        logprobs=asked.get("logprobs"),
+        prompt_logprobs=asked.get("prompt_logprobs"),
+        ignore_eos=True,
+    )
+    outputs = llm.generate([{"prompt_token_ids": p} for p in asked["prompts"]], sampling, use_tqdm=False)
+    answers = []
+    for output in outputs:
+        one = output.outputs[0]
+        answers.append(
+            {
+                "tokens": list(one.token_ids),
+                "logprobs": None if one.logprobs is None else [values(p) for p in one.logprobs],
+                "prompt_logprobs": None
+                if output.prompt_logprobs is None
+                else [None if p is None else values(p) for p in output.prompt_logprobs],
+            }
+        )
+    metrics = []
+    if asked.get("metrics"):
+        for metric in llm.get_metrics():
+            if metric.name.startswith("vllm:spec_decode"):
+                metrics.append([metric.name, getattr(metric, "value", None) or getattr(metric, "values", None)])
+    with open(sys.argv[1], "w") as file:
+        json.dump({"answers": answers, "ready_seconds": ready, "metrics": metrics}, file)
+
+
+if __name__ == "__main__":
+    main()
