@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of vLLM's families, written by transformers. Every rank of TP=3 gets trained heads of each kind.
+"""Tiny random checkpoints of vLLM's families, written by transformers. Every rank of TP=3 gets trained heads.
 
 Nothing divides by 3: 10 query heads over 5 KV heads, 5 GDN key heads with 10 value heads, an MLP of 200.
 """

@@ -19,6 +19,7 @@ COMMANDS = {
     "pad": "Write the plan's virtual checkpoint to disk",
     "generate": "Generate text with the runtime, one process per rank",
     "verify": "Compare logits at TP=N, and of the padded checkpoint, with transformers on the original",
+    "vllm": "Serve with vLLM at any tensor-parallel size, and see what the plugin finds there",
     "synth": "Write a checkpoint with a published model's geometry and random values",
 }
 

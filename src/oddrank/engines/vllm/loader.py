@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -51,6 +52,8 @@ class PlannedModelLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is n
     def _streamed(self, stream: Stream[Any]) -> Iterator[tuple[str, Any]]:
         yield from stream
         changed = [t for t in stream.tallies if t.source_shape != t.shape]
+        if get_tensor_model_parallel_rank() != 0:
+            return
         logger.info(
             "oddrank: %d tensors of %s streamed for TP=%d, %d of them padded; coverage complete",
             sum(t.count for t in stream.tallies), stream.plan.name, stream.plan.tp, sum(t.count for t in changed),
