@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import click
 
@@ -62,4 +63,4 @@ def doctor(as_json: bool) -> None:
     else:
         show(found)
     if not found["ok"]:
-        raise click.exceptions.Exit(1)
+        sys.exit(1)

@@ -34,7 +34,7 @@ def install() -> None:
     from oddrank.engines.vllm.vocabulary import PaddedLMHead, PaddedVocabEmbedding
 
     # vLLM looks a base model's name up under its causal model's entry, but only where it has none of its own
-    named = {a for a in ModelRegistry.get_supported_archs() if not a.endswith("Model")}
+    named = {a for a in ModelRegistry.get_supported_archs() if not a.endswith("Model") or a.endswith("LMHeadModel")}
     for architecture in {*named, *MODELS_CONFIG_MAP}:
         stock = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
         MODELS_CONFIG_MAP[architecture] = planning_entry(stock)
@@ -101,15 +101,18 @@ def served_pair(target: Any, drafter: Any, ranks: int, load_config: Any) -> Pair
 
     Raises OddrankError with both reasons where stock vLLM will refuse the size too.
     """
+    settings = Settings.from_environment()
     try:
         mine = _folder(target, load_config)
         its = None if drafter is None or not drafter.model else _folder(drafter, load_config)
-        return plan_pair(mine, its, ranks, Settings.from_environment())
+        return plan_pair(mine, its, ranks, settings)
     except OddrankError as error:
         heads = target.model_arch_config.total_num_attention_heads
-        if heads % ranks == 0 and not Settings.from_environment().constraints:
+        if heads % ranks == 0 and not settings.constraints and settings.plan_tp is None:
             _logger().warning("oddrank: no plan for %s, left to stock vLLM: %s", target.model, error)
             return None
+        if heads % ranks == 0:
+            raise OddrankError(f"oddrank has no plan for {target.model} that meets its settings: {error}") from None
         raise OddrankError(
             f"vLLM does not serve {target.model} at TP={ranks} as it is ({heads} attention heads), and oddrank has no "
             f"plan for it: {error}"

@@ -21,7 +21,8 @@ def serve(arguments: Sequence[str], settings: Mapping[str, str]) -> None:
     is not installed, or where vLLM was told to leave the plugin out."""
     environment = {**os.environ, **settings, "ODDRANK": "1"}
     Settings.from_environment(environment)
-    if importlib.util.find_spec("vllm") is None:
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:  # a mere folder of that name is found too
         raise OddrankError(
             "vLLM is not installed in this Python environment. Install it (pip install vllm) beside oddrank, in the "
             "same environment; the plugin is found by vLLM from there."

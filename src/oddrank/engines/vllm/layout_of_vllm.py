@@ -22,9 +22,10 @@ class Place(NamedTuple):
 def version() -> str | None:
     """vLLM's version, None where it is not installed."""
     try:
-        return str(importlib.import_module("vllm").__version__)
+        found = getattr(importlib.import_module("vllm"), "__version__", None)
     except ImportError:
         return None
+    return None if found is None else str(found)  # a mere folder of that name imports too
 
 
 def places() -> list[Place]:

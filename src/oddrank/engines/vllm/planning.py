@@ -28,10 +28,9 @@ def plan_pair(target: Path, drafter: Path | None, tp: int, settings: Settings) -
     """Plan and prove what is served at `tp` ranks.
 
     A drafter that lies in the target's own checkpoint (MTP layers) shares the target's plan. Raises OddrankError where
-    there is no layout, ProofError where a check fails.
+    there is no layout, ProofError where a check fails; with ODDRANK_COVERAGE=warn not for a tensor without a role.
     """
-    checkpoint = Checkpoint.open(target)
-    subject = study(checkpoint)
+    subject = _study(target, settings)
     planned_for = settings.plan_tp or tp
     request = Request(
         tp=planned_for,
@@ -43,9 +42,19 @@ def plan_pair(target: Path, drafter: Path | None, tp: int, settings: Settings) -
     if drafter is None or drafter.resolve() == target.resolve() or not settings.drafter:
         plan = _at(plan_subject(subject, request).plan, tp, subject)
         return Pair(plan, plan if drafter is not None and settings.drafter else None)
-    other = study(Checkpoint.open(drafter))
+    other = _study(drafter, settings)
     mine, its = plan_with_drafter(subject, other, request)
     return Pair(_at(mine.plan, tp, subject), _at(its.plan, tp, other))
+
+
+def _study(folder: Path, settings: Settings) -> Subject:
+    subject = study(Checkpoint.open(folder))
+    if settings.strict or not subject.census.unmatched:
+        return subject
+    # the stream passes these on as they are, with a warning each
+    unmatched = set(subject.census.unmatched)
+    others = tuple(p for p in subject.census.problems if p.partition(" ")[0] not in unmatched)
+    return msgspec.structs.replace(subject, census=msgspec.structs.replace(subject.census, problems=others))
 
 
 def _at(plan: Plan, tp: int, subject: Subject) -> Plan:
