@@ -1,7 +1,7 @@
 """One vLLM engine, some prompts, what it answers: run by the tests in vLLM's own environment, one process a case.
 
-Reads a JSON object on standard input: `engine`: arguments of vllm.LLM; `prompts`: lists of token ids; `max_tokens`;
-`logprobs`; `prompt_logprobs`. Writes a JSON object to the file named in argv[1].
+Reads a JSON object on standard input: `engine`: arguments of vllm.LLM; `prompts`: texts, or lists of token ids;
+`max_tokens`; `logprobs`; `prompt_logprobs`. Writes a JSON object to the file named in argv[1].
 """
 
 import json
@@ -28,12 +28,14 @@ def main():
         prompt_logprobs=asked.get("prompt_logprobs"),
         ignore_eos=True,
     )
-    outputs = llm.generate([{"prompt_token_ids": p} for p in asked["prompts"]], sampling, use_tqdm=False)
+    prompts = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": p} for p in asked["prompts"]]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
     answers = []
     for output in outputs:
         one = output.outputs[0]
         answers.append(
             {
+                "text": one.text,
                 "tokens": list(one.token_ids),
                 "logprobs": None if one.logprobs is None else [values(p) for p in one.logprobs],
                 "prompt_logprobs": None

@@ -151,7 +151,7 @@ def test_doctor_without_vllm(no_vllm: Path, folder: str | None) -> None:
 def test_doctor_of_a_vllm_it_does_not_know(release: Path) -> None:
     found = examined(oddrank(release, "doctor", "--json", ODDRANK="1"), 1)
     assert found["versions"]["vllm"] == "0.0" and found["known_version"] is False
-    assert len(found["places"]) == 8 and not any(p["found"] for p in found["places"])
+    assert found["places"] and not any(p["found"] for p in found["places"])
     assert found["on"] is True and found["would_install"] is False
 
 
