@@ -22,7 +22,7 @@ def examine() -> dict[str, Any]:
         problems.append("vLLM is not installed in this Python environment")
     entry = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "oddrank"]
     if not entry:
-        problems.append("the entry point vllm.general_plugins:oddrank is missing; reinstall oddrank in this environment")
+        problems.append("the entry point vllm.general_plugins:oddrank is missing; reinstall oddrank there")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "oddrank" not in allowed.split(","):
         problems.append(f'VLLM_PLUGINS="{allowed}" leaves the plugin out')

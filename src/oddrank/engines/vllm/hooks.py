@@ -25,11 +25,13 @@ def install() -> None:
     if _installed:
         return
     layout_of_vllm.require()
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
+    from oddrank.engines.vllm.columns import WholeColumnLinear
     from oddrank.engines.vllm.loader import FORMATS, PlannedModelLoader
     from oddrank.engines.vllm.vocabulary import PaddedLMHead, PaddedVocabEmbedding
 
@@ -40,6 +42,7 @@ def install() -> None:
         MODELS_CONFIG_MAP[architecture] = planning_entry(stock)
     for load_format in FORMATS:
         register_model_loader(load_format)(PlannedModelLoader)
+    ColumnParallelLinear.register_oot(WholeColumnLinear)
     VocabParallelEmbedding.register_oot(PaddedVocabEmbedding)
     ParallelLMHead.register_oot(PaddedLMHead)
     patches.plan_drafters()

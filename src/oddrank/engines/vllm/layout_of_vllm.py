@@ -52,6 +52,11 @@ def places() -> list[Place]:
             f"{loader}.default_loader.DefaultModelLoader", "the loader that is extended",
             lambda c: None if callable(getattr(c, "get_all_weights", None)) else "it has no get_all_weights",
         ),
+        _place(
+            "vllm.model_executor.layers.linear.ColumnParallelLinear",
+            "replicates a gathered layer that does not divide",
+            _registers,
+        ),
         _place(f"{embedding}.VocabParallelEmbedding", "pads the vocabulary in vLLM's own buffers", _registers),
         _place(f"{embedding}.ParallelLMHead", "pads the vocabulary in vLLM's own buffers", _registers),
         Place("vllm.config.speculative.SpeculativeConfig.__post_init__", "patch",
