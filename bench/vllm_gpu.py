@@ -2,10 +2,10 @@
 
     python bench/vllm_gpu.py MODEL --tp 3 [--against 1] [--dtype auto]
 
-Serves MODEL twice, with oddrank's plugin at --tp and without it at --against (a size that stock vLLM takes), and compares
-greedy text and teacher-forced log-probabilities of the prompts. Exit 1 where the mean difference is above --tolerance.
-Quantized kernels (fp8, NVFP4, MXFP4) run only on GPUs, so what `make test-vllm` shows of their parameters, this shows of
-their results.
+Serves MODEL twice, with oddrank's plugin at --tp and without it at --against (a size that stock vLLM takes), and
+compares greedy text and teacher-forced log-probabilities of the prompts. Exit 1 where the mean difference is above
+--tolerance. Quantized kernels (fp8, NVFP4, MXFP4) run only on GPUs, so what `make test-vllm` shows of their parameters,
+this shows of their results.
 """
 
 from __future__ import annotations
