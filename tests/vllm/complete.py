@@ -10,7 +10,7 @@ import sys
 from openai import OpenAI
 
 
-def main():
+def main() -> None:
     asked = json.load(sys.stdin)
     client = OpenAI(base_url=f"{asked['address']}/v1", api_key="none")
     answers = []
@@ -35,7 +35,7 @@ def main():
     print(json.dumps(answers))
 
 
-def number(token):
+def number(token: str) -> int:
     """The server writes a token as "token_id:17"."""
     return int(token.removeprefix("token_id:"))
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from vllm.config import set_current_vllm_config
 from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.model_loader import base_loader, get_model
+from vllm.model_executor.models import qwen3
 
 from oddrank.engines.vllm import config as plugin_config
 from oddrank.errors import OddrankError
@@ -168,6 +169,15 @@ def test_another_checkpoint_than_the_planned_one_is_noticed(
     save_file(tensors, tmp_path / "other" / "model.safetensors", {"format": "pt"})
     with pytest.raises(OddrankError, match=r"down_proj.weight comes as .*\[128, 201\]"):
         load(serve)
+
+
+def test_weights_from_a_second_place_are_refused(
+    planned: Places, tiny: Tiny, configured: Configured, load: Callable[[Any], torch.nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(qwen3.Qwen3ForCausalLM, "secondary_weights", ["another"], raising=False)
+    with pytest.raises(OddrankError, match="Qwen3ForCausalLM reads weights from a second place"):
+        load(configured(tiny("qwen3"), 1))
 
 
 def test_an_identity_serve_meets_stock_vllms_loader(
