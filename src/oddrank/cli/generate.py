@@ -24,7 +24,13 @@ from oddrank.errors import OddrankError
 @click.option(
     "--dtype", type=click.Choice(("bf16", "fp16", "fp32", "fp64")), help="Compute in; by default what the config says."
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of each rank; by default its share of the cores.")
+@click.option(
+    "--cpu-threads",
+    "--threads",
+    "threads",
+    type=click.IntRange(min=1),
+    help="Threads of each rank, within its slice of the cores; by default one on each.",
+)
 @planning("runtime")
 @click.option("--run-tp", type=Sizes(), help="Run a plan for --tp ranks on this many instead.")
 @click.option("--plan", "plan_file", type=click.Path(), help="Use a plan saved by `oddrank plan --json`.")

@@ -55,7 +55,7 @@ class Session:
     """A model that runs: rank processes with their slices loaded. Use it in a `with` block.
 
     model: a model directory. plan: what its ranks hold (`plan.tp` of them). dtype: "bf16", "fp16", "fp32",
-    "fp64"; None: what the config says. threads: of each rank, by default its share of the cores.
+    "fp64"; None: what the config says. threads: of each rank, by default one a core of its slice.
     slots: sequences decoded together at most. chunk: prompt tokens a prefill step takes at most.
     OddrankError for whatever goes wrong on any rank, naming it.
     """
