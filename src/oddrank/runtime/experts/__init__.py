@@ -1,0 +1,7 @@
+"""Routed experts: how a layer's are held, who computes them, and where they are meanwhile."""
+
+from oddrank.runtime.experts.layer import Experts
+from oddrank.runtime.experts.options import CacheSize, ExpertOptions
+from oddrank.runtime.experts.share import ExpertShare
+
+__all__ = ["CacheSize", "ExpertOptions", "ExpertShare", "Experts"]
