@@ -25,8 +25,11 @@ def own_cores(threads: int | None = None) -> list[int]:
 
 
 def clamp(placement: Placement) -> bool:
-    """Keep this thread, and every thread that it starts from now on, on the placement's CPUs. False where the system
-    does not let a process choose."""
+    """Keep every thread of this process, and those that they start from now on, on the placement's CPUs. False where
+    the system does not let a process choose."""
+    with contextlib.suppress(OSError):
+        for thread in map(int, os.listdir("/proc/self/task")):
+            _set_affinity(placement.cpus, thread)
     return _set_affinity(placement.cpus)
 
 
@@ -50,10 +53,10 @@ class PinnedPool(ThreadPoolExecutor):
         super().__init__(len(self.cpus), thread_name_prefix="oddrank-pinned", initializer=start)
 
 
-def _set_affinity(cpus: Sequence[int]) -> bool:
+def _set_affinity(cpus: Sequence[int], thread: int = 0) -> bool:
     if not hasattr(os, "sched_setaffinity"):
         return False
-    with contextlib.suppress(OSError):  # a sandbox that forbids it; CPUs that went offline
-        os.sched_setaffinity(0, cpus)
-        return affinity() <= frozenset(cpus)
+    with contextlib.suppress(OSError):  # a sandbox that forbids it; CPUs that went offline; a thread that ended
+        os.sched_setaffinity(thread, cpus)
+        return bool(thread) or affinity() <= frozenset(cpus)
     return False
