@@ -1,4 +1,4 @@
-"""One layer of experts in every published storage, cut by hand for each rank, and what it computes, in float64 by numpy.
+"""One layer of experts in every published storage, cut by hand for each rank, and what it computes by numpy.
 
 Stored words come from `formats.dialects` and are decoded by `formats.codec`, both apart from the package.
 """
@@ -184,7 +184,7 @@ def experts(
         part, AT, experts=E, hidden=H, width=cut[1] - cut[0], activation=torch.nn.functional.silu, weights=weights,
         share=share,
     )  # fmt: skip
-    layer.load(part)
+    layer.load_own(part)
     return layer
 
 

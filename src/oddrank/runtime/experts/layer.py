@@ -40,7 +40,7 @@ class Experts(Module):
 
         OddrankError where the experts are not stored alike, or the backend asked for cannot take them.
         """
-        self.name, self.width, self._share = name, width, share
+        self.name, self.width, self.share = name, width, share
         try:
             part.matrix(f"{name}.gate_up_proj")
             up: list[list[str]] | str = f"{name}.gate_up_proj"
@@ -63,22 +63,21 @@ class Experts(Module):
 
     # Loading ------------------------------------------------------------------------------------------------
 
-    def stored_names(self) -> list[str]:
-        """The stored tensors that `load` takes care of."""
+    def own_tensors(self) -> list[str]:
         return [n for layout in self.layouts for n in (*(s.name for s in layout.sources), *layout.ignored)]
 
-    def load(self, part: ExpertSlice, release: Release | None = None) -> int:
-        """Fill the banks, where the backend asked for has them. Returns the bytes stored."""
-        options = self._share.options
+    def load_own(self, part: ExpertSlice, release: Release | None = None) -> int:
+        """Fill the banks, where the backend asked for has them."""
+        options = self.share.options
         resident = options.kind != "auto" and BACKENDS[options.kind].on_device
-        home = self._share.device if resident else "cpu"
+        home = self.share.device if resident else "cpu"
         banks = LayerBanks(*(layout.allocate(layout.experts, home) for layout in self.layouts))
-        read = fill(banks, part, release, threads=1 if options.load == "serial" else torch.get_num_threads())
+        read = fill(banks, part, release, threads=1 if options.load == "serial" else self.share.threads)
         if resident:
             self._device = banks
         else:
             self._host = banks
-            if self._share.device.type == "cuda":
+            if self.share.device.type == "cuda":
                 self._unpin = pin(list(banks.tensors()))
         return read
 
@@ -96,12 +95,12 @@ class Experts(Module):
         self._backend = None  # its cache goes before another is made
         if backend.on_device:
             if self._device is None:
-                self._device = self._loaded().to(self._share.device)
+                self._device = self._loaded().to(self.share.device)
             banks = self._device
         else:
             self._device = None if self._host is not None else self._device
             banks = self._loaded()
-        self._backend = backend(Layer(banks, self._kernel, self._share.device), self._share)
+        self._backend = backend(Layer(banks, self._kernel, self.share.device), self.share)
 
     def settle(self) -> None:
         """Drop the copy of the banks that the backend does not use."""
@@ -123,7 +122,7 @@ class Experts(Module):
     def backend(self) -> Backend:
         """Who computes: what the options say, until `use` says otherwise."""
         if self._backend is None:
-            kind = self._share.options.kind
+            kind = self.share.options.kind
             self.use("cpu" if kind == "auto" else kind)
         assert self._backend is not None
         return self._backend

@@ -97,18 +97,19 @@ _counts = threading.Lock()
 
 
 def _compute_alone() -> None:
-    """Let torch use one thread for what this thread asks of it. torch starts later threads with the count that was set
-    last, by whichever thread; so that is put back, from a thread that nobody computes with."""
+    """Let torch use one thread for what this thread asks of it.
+
+    A thread takes torch's common count when it first asks for it, and setting its own sets the common one too: so this
+    one asks first, and the common one is put back, from a thread that nobody computes with.
+    """
     with _counts:
-        before = _apart(torch.get_num_threads)
+        common = torch.get_num_threads()
         torch.set_num_threads(1)
-        if before != 1:
-            _apart(lambda: torch.set_num_threads(before))
+        if common != 1:
+            _apart(lambda: torch.set_num_threads(common))
 
 
-def _apart(work: Callable[[], T]) -> T:
-    found: list[T] = []
-    thread = threading.Thread(target=lambda: found.append(work()))
+def _apart(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    return found[0]

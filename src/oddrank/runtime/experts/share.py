@@ -2,10 +2,10 @@
 
 import torch
 
+from oddrank.runtime.expert_options import ExpertOptions
 from oddrank.runtime.experts.bank import BankLayout, LayerBanks
 from oddrank.runtime.experts.cache import Stream
 from oddrank.runtime.experts.copier import Copier, copier
-from oddrank.runtime.experts.options import ExpertOptions
 from oddrank.runtime.experts.pool import ExpertPool
 from oddrank.runtime.parallel.group import Group
 from oddrank.runtime.topology import own_cores
@@ -25,7 +25,7 @@ class ExpertShare:
 
     def __init__(self, options: ExpertOptions, group: Group, threads: int | None = None) -> None:
         self.options, self.group, self.device = options, group, group.device
-        self._threads = threads
+        self.threads = threads or torch.get_num_threads()
         self._pool: ExpertPool | None = None
         self._copier: Copier | None = None
         self._streams: dict[tuple[object, ...], Stream] = {}
@@ -35,10 +35,6 @@ class ExpertShare:
     def add(self, layouts: tuple[BankLayout, ...]) -> None:
         """Count a layer in; all are, before the first computes."""
         self._layers.append(layouts)
-
-    @property
-    def threads(self) -> int:
-        return self._threads or torch.get_num_threads()
 
     @property
     def pool(self) -> ExpertPool:

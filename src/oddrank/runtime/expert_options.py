@@ -6,6 +6,7 @@ import re
 import msgspec
 
 from oddrank.errors import OddrankError
+from oddrank.geometry import Model
 
 KINDS = ("resident", "offload", "cpu", "hybrid", "auto")
 LOADS = ("serial", "parallel")
@@ -71,3 +72,11 @@ class ExpertOptions(msgspec.Struct, frozen=True):
             )
         size = CacheSize() if cache is None else CacheSize.parse(cache)
         return cls(chosen, size, load or "parallel")
+
+    def check(self, model: Model) -> None:
+        """OddrankError where `model` has no experts and these options are about some."""
+        if self != ExpertOptions() and not any(axis.kind == "experts" for axis in model.axes):
+            raise OddrankError(
+                f"This model ({model.family}) has no routed experts; leave out --experts, --expert-cache and "
+                "--expert-load."
+            )
