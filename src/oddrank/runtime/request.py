@@ -69,9 +69,13 @@ class Loaded(msgspec.Struct, frozen=True):
 
     seconds: of copying the slice into the parameters. prepare_seconds: of bringing them into the form that the
     kernels take, where that was done by then (an engine does it when it starts: Timings.prepare_seconds).
+    skipped: optional parts of the checkpoint that the model does not run ("MTP", "vision") -> stored tensors not read.
+    experts: who computes the routed experts, in words; "" where the model has none.
     """
 
     stored_bytes: int
     kept_bytes: int
     seconds: float
     prepare_seconds: float = 0.0
+    skipped: dict[str, int] = msgspec.field(default_factory=dict)
+    experts: str = ""

@@ -13,7 +13,8 @@ from oddrank.checkpoint import Checkpoint
 from oddrank.errors import OddrankError
 from oddrank.layout.plan import Plan
 from oddrank.runtime.engine import Engine
-from oddrank.runtime.loader import load
+from oddrank.runtime.experts import ExpertOptions, start_experts
+from oddrank.runtime.loader import load, prepare
 from oddrank.runtime.models import Llama, build_model
 from oddrank.runtime.models.llama import full_logits
 from oddrank.runtime.parallel.child import Link
@@ -32,6 +33,7 @@ class Job(msgspec.Struct, frozen=True):
     eos: tuple[int, ...]
     slots: int
     chunk: int
+    experts: ExpertOptions = ExpertOptions()
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -57,13 +59,20 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 def load_rank(
-    plan: Plan, checkpoint: Checkpoint, group: Group, precision: Precision
+    plan: Plan,
+    checkpoint: Checkpoint,
+    group: Group,
+    precision: Precision,
+    experts: ExpertOptions = ExpertOptions(),  # noqa: B008 (immutable)
 ) -> tuple[Llama, Loaded]:
     """Build this rank's model and copy its slice of `checkpoint` into it."""
     part = RankSlice(plan, checkpoint, group.rank)
     _refuse_false_tie(plan, checkpoint)
-    model = build_model(plan.model.family, checkpoint.config, part, group, precision)
-    return model, load(model, part, lambda name: checkpoint.release([name]), group.device)
+    model = build_model(plan.model.family, checkpoint.config, part, group, precision, experts)
+    loaded = load(model, part, lambda name: checkpoint.release([name]), group.device, model.WITHOUT)
+    if experts.kind == "auto":
+        prepare(model)  # what is measured is what will run
+    return model, msgspec.structs.replace(loaded, experts=start_experts(model))
 
 
 def _refuse_false_tie(plan: Plan, checkpoint: Checkpoint) -> None:
@@ -87,7 +96,7 @@ def serve(group: Group, link: Link, job: Job) -> Loaded:
     plan = Plan.from_json(job.plan)
     precision = Precision.of(job.dtype, group.device)
     with Checkpoint.open(job.model) as checkpoint:
-        model, loaded = load_rank(plan, checkpoint, group, precision)
+        model, loaded = load_rank(plan, checkpoint, group, precision, job.experts)
     link.send(loaded)
     engine = Engine(model, job.eos, slots=job.slots, chunk=job.chunk)
     gc.collect()

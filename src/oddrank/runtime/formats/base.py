@@ -102,6 +102,16 @@ class Decoder(ABC):
             out += bias
         return out.to(x.dtype).reshape(*x.shape[:-1], n)
 
+    def take(self, stored: Parts, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Some rows of a matrix [N, K], int64 [n] -> [n, K] in `dtype`."""
+        found = {}
+        for suffix, tensor in stored.items():
+            block = self.blocks[suffix][0]
+            whole = block == 0 or self._stored[suffix].shape in ("one", "scalar")
+            found[suffix] = tensor if whole else _index(tensor, rows // block)
+        one_by_one = type(self)(self.format, {s: (min(n, 1), k) for s, (n, k) in self.blocks.items()})
+        return one_by_one.dequantize(found, torch.float64 if dtype == torch.float64 else torch.float32).to(dtype)
+
     def spread(self, suffix: str, scale: Tensor, n: int, k: int) -> Tensor:
         """A scale of `suffix`, decoded, in a shape that multiplies a matrix [..., n, k] element by element."""
         shape = self._stored[suffix].shape
@@ -115,6 +125,13 @@ class Decoder(ABC):
             if scale.shape[dim] > size > 0:
                 scale = scale.narrow(dim, 0, size)
         return scale
+
+
+def _index(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a tensor of any dtype (torch selects no fp8 everywhere)."""
+    if tensor.dtype != torch.float8_e4m3fn:
+        return tensor.index_select(0, rows)
+    return tensor.view(torch.uint8).index_select(0, rows).view(tensor.dtype)
 
 
 @cache

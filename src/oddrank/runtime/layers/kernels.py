@@ -1,4 +1,4 @@
-"""How a rank's matrix [N, K] is stored and multiplied by: one class a format, knowing nothing of ranks.
+"""How a rank's matrix [N, K] is held and multiplied by, knowing nothing of ranks. Here dense ones; others: stored.py.
 
 A placement (column, row, merged) asks a `WeightFormat` for the weight of a local matrix made of named parts and
 calls it. A format decides which stored tensors a part has, what it keeps of them, and which kernel multiplies.
