@@ -133,7 +133,7 @@ class HandSlice:
         down, block = "down" in name, self.made.blocks[self._suffix(name)]
         step = block[1 if down else 0]
         words = raw.words
-        if step == 0 or (down and words.shape[-1] == 1):
+        if (a, b) == (0, W) or step == 0 or (down and words.shape[-1] == 1):
             return raw
         axis = words.ndim - 1 if down else int(self.made.stacked)
         if down and step == 1 and block == (1, 0):

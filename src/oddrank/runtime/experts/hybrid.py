@@ -1,6 +1,7 @@
 """Hybrid: the device computes the experts that are in its cache while CPU threads compute the others."""
 
 from oddrank.runtime.experts.backend import Backend, Layer, Terms
+from oddrank.runtime.experts.bank import BankLayout
 from oddrank.runtime.experts.cpu import Cpu
 from oddrank.runtime.experts.kernel import Batch
 from oddrank.runtime.experts.offload import Offload
@@ -22,6 +23,10 @@ class Hybrid(Backend):
         self._layer = layer
         self._cpu, self._offload = Cpu(layer, share), Offload(layer, share)
         self.cache = self._offload.cache
+
+    @classmethod
+    def takes(cls, layouts: tuple[BankLayout, ...]) -> bool:
+        return Cpu.takes(layouts) and Offload.takes(layouts)
 
     def terms(self, batch: Batch) -> Terms:
         if len(batch.x) >= _STREAMED_TOKENS:

@@ -49,8 +49,10 @@ def fill(
     pieces = [piece for bank in banks for piece in _pieces(bank)]
     waiting, lock = Counter(piece.source.name for piece in pieces), threading.Lock()
 
+    staging = _Staging()
+
     def read(piece: _Piece) -> int:
-        _read(piece, part)
+        _read(piece, part, staging)
         name = piece.source.name
         with lock:
             waiting[name] -= 1
@@ -61,6 +63,20 @@ def fill(
     if threads == 1:
         return sum(read(piece) for piece in pieces)
     return sum(side_by_side(threads, read, pieces))
+
+
+class _Staging(threading.local):
+    """Memory of a thread that what it reads passes through, always the same."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        wanted = torch.Size(shape).numel() * dtype.itemsize
+        if wanted > len(self._bytes):
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # gone before the larger one is there
+            self._bytes = torch.empty(wanted, dtype=torch.uint8)
+        return self._bytes[:wanted].view(dtype).view(shape)
 
 
 def _pieces(bank: Bank) -> Iterator[_Piece]:
@@ -81,15 +97,15 @@ def _nbytes(piece: _Piece) -> int:
     return (piece.stop - piece.start) * int(np.prod(piece.part.shape, dtype=np.int64)) * words
 
 
-def _read(piece: _Piece, part: ExpertSlice) -> None:
+def _read(piece: _Piece, part: ExpertSlice, staging: _Staging) -> None:
     target = piece.bank.tensors[piece.part.suffix][piece.start : piece.stop, piece.source.section]
     stored = torch_dtype(piece.part.stored)
     assert stored is not None  # the layout was made of it
     if target.device.type == "cpu" and target.dtype == stored:
         _copy(piece, part, target, piece.start)
         return
+    staged = staging.tensor((1, *piece.part.shape), stored)
     for at in range(len(target)):
-        staged = torch.empty((1, *piece.part.shape), dtype=stored)
         _copy(piece, part, staged, piece.start + at)
         target[at].copy_(staged[0])
 
