@@ -12,6 +12,7 @@ from oddrank.checkpoint import Checkpoint
 from oddrank.checkpoint.config import ConfigView
 from oddrank.errors import OddrankError
 from oddrank.families import family_of
+from oddrank.formats.declared import kind_of
 from oddrank.geometry import Model
 from oddrank.layout.census import Census, take_census
 from oddrank.layout.cost import kv_bytes_per_layer
@@ -180,7 +181,8 @@ def not_served(plan: Plan) -> str | None:
             f"the {facts.name} has no model of family {model.family} yet (it has {', '.join(facts.families)}). "
             "The plan holds all the same: pad, stream and rank slices carry it out."
         )
-    used = sorted({u.format for u in plan.uses if model.roles[u.role].matrix} - set(facts.formats))
+    stored = {u.format for u in plan.uses if model.roles[u.role].matrix}
+    used = sorted(name for name in stored if kind_of(name) not in facts.formats)
     if facts.formats and used:
         return (
             f"the {facts.name} has no kernels for {', '.join(used)} yet (it has {', '.join(facts.formats)}). The plan "
