@@ -221,6 +221,11 @@ def executor(plan: Plan) -> str:
     facts = plan.executor_facts()
     _engine_axes(plan)
     if facts.equal_ranks:
+        if plan.shares:
+            raise _FoundError(
+                f"the plan is for ranks of unequal memory ({', '.join(f'{s:g}' for s in plan.shares)}), and "
+                f"{facts.name} gives every rank the same. The runtime executor runs such a plan."
+            )
         for layout in plan.layouts:
             if len(set(layout.counts())) > 1:
                 raise _FoundError(

@@ -9,17 +9,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from oddrank.layout.candidate import Candidate
-from oddrank.layout.layouts import DUMMY, Layout, apportion
+from oddrank.layout.layouts import DUMMY, Layout, apportion, fullest
 
 
-def aligned_unit(width: int, ranks: int, unit: int, preferred: int) -> int:
+def aligned_unit(
+    width: int, ranks: int, unit: int, preferred: int, shares: Sequence[float] | None = None
+) -> int:
     """The unit to cut in: kernels like ranks of `preferred` channels' multiples, so take the largest power-of-two
-    fraction of it that makes the widest rank at most 5% wider than `unit` alone would."""
-    best = -(-width // (ranks * unit)) * unit
+    fraction of it that makes the rank that is widest for its share at most 5% wider than `unit` alone would."""
+    best = fullest(width, ranks, unit, shares)
     multiple = preferred
     while multiple > 1:
         u = math.lcm(unit, multiple)
-        if -(-width // (ranks * u)) * u <= 1.05 * best and width >= ranks * u:
+        if fullest(width, ranks, u, shares) <= 1.05 * best and width >= ranks * u:
             return u
         multiple //= 2
     return unit
