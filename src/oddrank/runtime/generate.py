@@ -13,6 +13,7 @@ from oddrank.checkpoint.config import ConfigView
 from oddrank.checkpoint.jsonfile import read_object
 from oddrank.errors import OddrankError
 from oddrank.layout.plan import Plan
+from oddrank.runtime.expert_options import ExpertOptions
 from oddrank.runtime.parallel.launch import Ranks
 from oddrank.runtime.request import Completion, Loaded, Sampling, Timings
 
@@ -57,6 +58,7 @@ class Session:
     model: a model directory. plan: what its ranks hold (`plan.tp` of them). dtype: "bf16", "fp16", "fp32",
     "fp64"; None: what the config says. threads: of each rank, by default one a core of its slice.
     slots: sequences decoded together at most. chunk: prompt tokens a prefill step takes at most.
+    experts: where routed experts are and who computes them.
     OddrankError for whatever goes wrong on any rank, naming it.
     """
 
@@ -70,14 +72,16 @@ class Session:
         threads: int | None = None,
         slots: int = 16,
         chunk: int = 1024,
+        experts: ExpertOptions = ExpertOptions(),  # noqa: B008 (immutable)
     ) -> None:
         from oddrank.runtime.worker import Job, serve
 
+        experts.check(plan.model)
         checkpoint = Checkpoint.open(model)
         self.tp, self.path = plan.tp, checkpoint.path
         self.dtype = dtype or default_dtype(checkpoint)
         self.eos = end_tokens(checkpoint)
-        job = Job(str(checkpoint.path), plan.to_json(), self.dtype, self.eos, slots, chunk)
+        job = Job(str(checkpoint.path), plan.to_json(), self.dtype, self.eos, slots, chunk, experts)
         self._start = time.perf_counter()
         self.load_seconds = 0.0
         self._loaded: list[Loaded] = []
@@ -148,12 +152,13 @@ def generate(
     device: str = "cpu",
     threads: int | None = None,
     slots: int = 16,
+    experts: ExpertOptions = ExpertOptions(),  # noqa: B008 (immutable)
 ) -> Generation:
     """Start the ranks, load, continue the prompts, end the ranks. See `Session` for the options.
 
     prompts: texts, or token ids. chat: each text is a user's message, put in the model's chat template.
     """
-    with Session(model, plan, dtype=dtype, device=device, threads=threads, slots=slots) as session:
+    with Session(model, plan, dtype=dtype, device=device, threads=threads, slots=slots, experts=experts) as session:
         tokenizer = load_tokenizer(session.path)  # while the ranks load
         ids = [encode(tokenizer, p, chat=chat) if isinstance(p, str) else list(p) for p in prompts]
         streams = [TextStream(tokenizer) for _ in ids]

@@ -125,13 +125,17 @@ def _answer(engine: Engine, request: Any, line: Link | None) -> Any:
 
 
 def local_logits(
-    plan: Plan, checkpoint: Checkpoint, token_ids: Sequence[int], dtype: str
+    plan: Plan,
+    checkpoint: Checkpoint,
+    token_ids: Sequence[int],
+    dtype: str,
+    experts: ExpertOptions = ExpertOptions(),  # noqa: B008 (immutable)
 ) -> Tensor:
     """Logits [tokens, vocab] of one sequence, all ranks in this process, in lockstep."""
     from oddrank.runtime.parallel.local import LocalGroup
 
     def rank(group: Group) -> Tensor:
-        model, _ = load_rank(plan, checkpoint, group, Precision.of(dtype, group.device))
+        model, _ = load_rank(plan, checkpoint, group, Precision.of(dtype, group.device), experts)
         return full_logits(model, list(token_ids))
 
     with torch.inference_mode():

@@ -3,6 +3,8 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,7 +37,7 @@ class Runs(Protocol):
 
 
 class Measured(NamedTuple):
-    """Of the slowest rank. prompt: seconds for a prompt of _PROMPT tokens. token: seconds for each of the answer."""
+    """Seconds of the slowest rank: for a prompt of _PROMPT tokens, for a token of the answer (the median)."""
 
     kind: str
     prompt: float
@@ -104,7 +106,7 @@ def _all_fit(layers: Sequence[Experts], share: ExpertShare) -> bool:
 
 @torch.inference_mode()
 def _seconds(runs: Runs, share: ExpertShare) -> tuple[float, float]:
-    """For the prompt, and for each token of the answer."""
+    """For the prompt, and for a token of the answer."""
     cache = runs.new_cache(1)
     _answer(runs, share, cache, _PROMPT, _WARM)
     return _answer(runs, share, runs.new_cache(1), _PROMPT, _TOKENS)
@@ -121,7 +123,8 @@ def _answer(runs: Runs, share: ExpertShare, cache: Any, prompt: int, tokens: int
         with torch_threads(torch.get_num_threads() if at == 0 else 1):
             runs.logits(runs(step, cache)[-1:])
         times.append(_now(device))
-    return times[1] - times[0], (times[-1] - times[1]) / tokens
+    steps = [b - a for a, b in pairwise(times)]
+    return steps[0], median(steps[1:])
 
 
 def _now(device: torch.device) -> float:
@@ -145,7 +148,7 @@ def _describe(layers: Sequence[Experts], share: ExpertShare) -> str:
         slots = share.slots(experts)
         parts.append(f"with {slots} of each layer cached on {share.device} ({_bytes(size * slots // experts)})")
     if backend.name in ("cpu", "hybrid"):
-        parts.append(f"computed on {share.pool.size} threads")
+        parts.append(f"computed on {share.pool.size} thread{'s' if share.pool.size > 1 else ''}")
     return " ".join(parts)
 
 
