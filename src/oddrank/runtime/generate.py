@@ -27,9 +27,10 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": 
 
 
 class TextOutput(msgspec.Struct, frozen=True):
-    """One prompt's continuation. text: without special tokens. finish: "stop" or "length"."""
+    """One prompt's continuation. text: without special tokens; None where the model has no tokenizer. finish: "stop" or
+    "length"."""
 
-    text: str
+    text: str | None
     token_ids: list[int]
     finish: str
     prompt_tokens: int
@@ -143,7 +144,7 @@ class Session:
 def generate(
     model: str | os.PathLike[str],
     plan: Plan,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Sequence[str | Sequence[int]],
     sampling: Sampling | None = None,
     *,
     chat: bool = False,
@@ -156,10 +157,12 @@ def generate(
 ) -> Generation:
     """Start the ranks, load, continue the prompts, end the ranks. See `Session` for the options.
 
-    prompts: texts, or token ids. chat: each text is a user's message, put in the model's chat template.
+    prompts: texts, or token ids (which need no tokenizer, and get no text where there is none). chat: each text is a
+    user's message, put in the model's chat template.
     """
     with Session(model, plan, dtype=dtype, device=device, threads=threads, slots=slots, experts=experts) as session:
-        tokenizer = load_tokenizer(session.path)  # while the ranks load
+        texts = any(isinstance(p, str) for p in prompts) or has_tokenizer(session.path)
+        tokenizer = load_tokenizer(session.path) if texts else None  # while the ranks load
         ids = [encode(tokenizer, p, chat=chat) if isinstance(p, str) else list(p) for p in prompts]
         streams = [TextStream(tokenizer) for _ in ids]
 
@@ -168,11 +171,15 @@ def generate(
             if piece and on_text is not None:
                 on_text(index, piece)
 
-        completions, timings = session.generate(ids, sampling, on_token if on_text is not None else None)
+        tell = on_token if on_text is not None and tokenizer is not None else None
+        completions, timings = session.generate(ids, sampling, tell)
         ranks = session.wait()
     outputs = [
         TextOutput(
-            tokenizer.decode(c.token_ids, skip_special_tokens=True), c.token_ids, c.finish, c.prompt_tokens
+            None if tokenizer is None else tokenizer.decode(c.token_ids, skip_special_tokens=True),
+            c.token_ids,
+            c.finish,
+            c.prompt_tokens,
         )
         for c in completions
     ]
@@ -230,6 +237,11 @@ class TextStream:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Is there anything of a tokenizer in the model directory?"""
+    return any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
 def load_tokenizer(path: Path) -> Any:
