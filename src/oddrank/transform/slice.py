@@ -41,6 +41,7 @@ class RankSlice:
         self._recipes = recipes(plan, self._slots)
         self._owners = {n: r for name, r in plan.owners for n in _instances(plan, name)}
         self._uses = {name: use for use in plan.uses for name in map(stem, use_instances(plan.model, use))}
+        self._suffixes: dict[int, tuple[tuple[str, str, tuple[int, int]], ...]] = {}
         self._groups = _groups(plan)
 
     def count(self, axis: str) -> int:
@@ -70,21 +71,20 @@ class RankSlice:
         """How the linear layer `name` (without `.weight`), or the stack of experts `name`, is stored. KeyError for a
         name that no stored matrix has."""
         use = self._uses[name]
-        names, blocks = {}, {}
-        for suffix, block in self._parts(use):
-            tail = suffix if self.plan.model.roles[use.role].name.endswith(".weight") else suffix[len(".weight") :]
-            names[suffix], blocks[suffix] = name + tail, block
-        return StoredMatrix(use.format, names, blocks)
+        if id(use) not in self._suffixes:  # the plan keeps its uses, and thousands of experts share one
+            self._suffixes[id(use)] = tuple(self._parts(use))
+        known = self._suffixes[id(use)]
+        return StoredMatrix(use.format, {s: name + tail for s, tail, _ in known}, {s: block for s, _, block in known})
 
-    def _parts(self, use: Use) -> Iterator[tuple[str, tuple[int, int]]]:
-        """(the format's suffix, its block) of what a use stores."""
+    def _parts(self, use: Use) -> Iterator[tuple[str, str, tuple[int, int]]]:
+        """(the format's suffix, what it is appended to a stem as, its block) of what a use stores."""
         role, refined = self.plan.model.roles[use.role], dict(self.plan.refined)
         last = len(role.dims) - 1
         for part, _ in use_parts(self.plan.model, use):
             found = target_part(role, part, refined)
             over = dict(zip(found.dims, found.blocks, strict=True))
             n, k = part.stored.block
-            yield part.stored.suffix, (over.get(last - 1, n), over.get(last, k))
+            yield part.stored.suffix, part.suffix, (over.get(last - 1, n), over.get(last, k))
 
     def part_of(self, name: str) -> str | None:
         """The optional part of the model that a stored tensor belongs to ("MTP", "vision"); None for the model."""

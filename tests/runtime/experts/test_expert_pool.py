@@ -1,6 +1,7 @@
 """The threads that compute experts: results in order, errors told, a dead pool reported and never waited for."""
 
 import ctypes
+import gc
 import threading
 import time
 
@@ -106,3 +107,13 @@ def test_a_pool_whose_threads_cannot_start_says_why(monkeypatch):
 def test_no_threads_are_refused():
     with pytest.raises(OddrankError, match="at least one thread"):
         ExpertPool([])
+
+
+def test_the_threads_of_a_forgotten_pool_end():
+    pool = ExpertPool(own_cores(1))
+    pool.map([lambda: 1])
+    threads = pool._threads
+    del pool
+    gc.collect()
+    threads[0].join(10)
+    assert not threads[0].is_alive()

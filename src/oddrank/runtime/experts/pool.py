@@ -51,8 +51,14 @@ class ExpertPool:
         if not cpus:
             raise OddrankError("Experts on the CPU need at least one thread.")
         self.size = len(cpus)
-        self._threads: list[threading.Thread] = []
-        self._executor = PinnedPool(cpus, self._begin)
+        threads: list[threading.Thread] = []
+
+        def begin() -> None:  # knows nothing of the pool, so that its threads end when the pool is forgotten
+            threads.append(threading.current_thread())
+            _compute_alone()
+
+        self._threads = threads
+        self._executor = PinnedPool(cpus, begin)
 
     def start(self, work: Callable[[], T]) -> Job[T]:
         """Have `work` done by the next free thread, in this thread's inference mode."""
@@ -87,10 +93,6 @@ class ExpertPool:
     def close(self) -> None:
         """End the threads. Safe to call twice."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def _begin(self) -> None:
-        self._threads.append(threading.current_thread())
-        _compute_alone()
 
 
 _counts = threading.Lock()

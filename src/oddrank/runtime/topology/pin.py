@@ -40,12 +40,12 @@ class PinnedPool(ThreadPoolExecutor):
     """
 
     def __init__(self, cpus: Sequence[int], ready: Callable[[], object] | None = None) -> None:
-        order, lock = itertools.count(), threading.Lock()
-        self.cpus = tuple(cpus)
+        order, lock, given = itertools.count(), threading.Lock(), tuple(cpus)
+        self.cpus = given
 
-        def start() -> None:
+        def start() -> None:  # knows nothing of the pool: threads that did would keep it, and themselves, for ever
             with lock:
-                cpu = self.cpus[next(order) % len(self.cpus)]
+                cpu = given[next(order) % len(given)]
             _set_affinity((cpu,))
             if ready is not None:
                 ready()
