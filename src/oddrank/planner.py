@@ -86,13 +86,13 @@ def make_plan(
     context: int = DEFAULT_CONTEXT,
     constraints: Mapping[str, int] | None = None,
     run_tp: int | None = None,
-    shares: Sequence[float] | None = None,
+    rank_memory: Sequence[float] | None = None,
 ) -> Planned:
     """Plan the model directory `model` for `tp` ranks and prove the plan.
 
     executor: `runtime` or `vllm`. layout: `auto`, `ragged`, `pad` or `replicate`. context: tokens of context the
     cost is weighed at. constraints: e.g. {"gqa": 6, "mlp_multiple": 64}. run_tp: ranks it will run on, where that
-    is not `tp`. shares: relative sizes of unequal ranks.
+    is not `tp`. rank_memory: GiB of each rank, where they are unequal; each gets its share.
     """
     subject = study(Checkpoint.open(model))
     request = Request(
@@ -102,7 +102,7 @@ def make_plan(
         context=context,
         constraints=Constraints.parse(constraints or {}, subject.model),
         run_tp=run_tp,
-        shares=None if shares is None else tuple(shares),
+        shares=None if rank_memory is None else tuple(rank_memory),
     )
     return plan_subject(subject, request)
 

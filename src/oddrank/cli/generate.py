@@ -8,8 +8,9 @@ from typing import Any
 import click
 import msgspec
 
-from oddrank.cli.options import Sizes, plan_for, planning
+from oddrank.cli.options import RANK_MEMORY, Sizes, expert_options, plan_for, planning
 from oddrank.errors import OddrankError
+from oddrank.runtime.expert_options import ExpertOptions
 
 
 class TokenIds(click.ParamType[list[int]]):
@@ -48,7 +49,9 @@ class TokenIds(click.ParamType[list[int]]):
     type=click.IntRange(min=1),
     help="Threads of each rank, within its slice of the cores; by default one on each.",
 )
+@expert_options
 @planning("runtime")
+@RANK_MEMORY
 @click.option("--run-tp", type=Sizes(), help="Run a plan for --tp ranks on this many instead.")
 @click.option("--plan", "plan_file", type=click.Path(), help="Use a plan saved by `oddrank plan --json`.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: text, token_ids, tp, seconds, tokens_per_second.")
@@ -65,10 +68,14 @@ def command(
     chat: bool,
     dtype: str | None,
     threads: int | None,
+    experts: str | None,
+    expert_cache: str | None,
+    expert_load: str | None,
     executor: str,
     layout: str,
     context: int,
     constraints: tuple[str, ...],
+    rank_memory: list[float] | None,
     run_tp: list[int] | None,
     plan_file: str | None,
     as_json: bool,
@@ -84,6 +91,7 @@ def command(
             raise OddrankError("--prompt is empty; the model needs at least one token to start from.")
         if any("\ud800" <= c <= "\udfff" for c in prompt):
             raise OddrankError("--prompt is not valid UTF-8.")
+    chosen = ExpertOptions.parse(experts, expert_cache, expert_load)
     plan = plan_for(
         model,
         sizes[0],
@@ -93,6 +101,7 @@ def command(
         constraints=constraints,
         run_tp=run_tp,
         plan_file=plan_file,
+        rank_memory=rank_memory,
     )
     from oddrank.layout.executors import RUNTIME
     from oddrank.planner import require_served
@@ -121,6 +130,7 @@ def command(
         on_text=show if live else None,
         dtype=dtype,
         threads=threads,
+        experts=chosen,
     )
     first = result.outputs[0]
     if as_json:

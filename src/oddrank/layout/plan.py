@@ -38,7 +38,7 @@ class Plan(msgspec.Struct, frozen=True):
     layouts: one per axis. pairings: one per pair. owners: role pattern of a replicated term that joins a sum ->
         the one rank that adds it.
     refined: axis (or "*") -> the finer block in which scales along it are rewritten, see storage.target_block.
-    shares: the ranks' relative sizes that the layouts were cut by (GiB, where --rank-memory said so); empty = equal.
+    shares: the ranks' memory in GiB, by whose proportions the layouts were cut; empty where none was told.
     constraints, context, kv_itemsize (bytes per KV-cache element): what the plan was made under.
     """
 

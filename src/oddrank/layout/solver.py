@@ -38,8 +38,9 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to plan for. shares: relative sizes of unequal ranks, their memory (None = equal). run_tp: the size the
-    plan will be run at, where that is not `tp`. kv_itemsize: bytes per KV-cache element."""
+    """What to plan for. shares: the ranks' memory, GiB, where it is known; only its proportions shape the plan (None:
+    equal ranks). run_tp: the size the plan will be run at, where that is not `tp`. kv_itemsize: bytes per KV-cache
+    element."""
 
     tp: int
     executor: str = "runtime"
@@ -72,9 +73,10 @@ def solve(model: Model, census: Census, request: Request, *, name: str, config_d
             f"the {facts.name} executor gives every rank the same number of heads, so it cannot run a ragged "
             "layout. Use --layout pad or replicate, or --executor runtime."
         )
-    if request.shares is not None:
-        require_shares(request.shares, request.tp, request.executor, request.layout, request.constraints)
-        if len(set(request.shares)) == 1:
+    memory = request.shares
+    if memory is not None:
+        require_shares(memory, request.tp, request.executor, request.layout, request.constraints)
+        if len(set(memory)) == 1:
             request = msgspec.structs.replace(request, shares=None)
     block = request.constraints.block
     if block is not None:
@@ -109,7 +111,7 @@ def solve(model: Model, census: Census, request: Request, *, name: str, config_d
         context=request.context,
         kv_itemsize=request.kv_itemsize,
         refined=refinement.needed_by(layouts),
-        shares=request.shares or (),
+        shares=memory or (),
     )
     if request.shares is not None:
         require_large_enough(plan)
@@ -177,12 +179,12 @@ class _Solver:
                 return self._choose([served], None)
         elif layout in ("auto", "ragged"):
             shares = self.request.shares
-            cuts = [heads.ragged(sizes, tp, shares), heads.whole_groups(sizes, tp, shares)]
+            cuts = [heads.ragged(sizes, tp, shares)]
+            if shares is None or layout == "auto":
+                cuts.append(heads.whole_groups(sizes, tp, shares))
             if shares is not None:
                 cuts.append(heads.nearest(sizes, tp, shares))
             found += [c for c in cuts if c is not None]
-            if shares is not None and layout == "ragged":
-                found = [c for c in found if c.kind != "groups"]
         asked = {sizes.follower, sizes.leader} & {*self.want.exact, *self.want.multiple}
         if self.facts.equal_ranks or layout in ("pad", "replicate") or gqa or asked or (is_kv and self.want.kv_bytes):
             if gqa is None:

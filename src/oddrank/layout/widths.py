@@ -16,12 +16,13 @@ def aligned_unit(
     width: int, ranks: int, unit: int, preferred: int, shares: Sequence[float] | None = None
 ) -> int:
     """The unit to cut in: kernels like ranks of `preferred` channels' multiples, so take the largest power-of-two
-    fraction of it that makes the rank that is widest for its share at most 5% wider than `unit` alone would."""
-    best = fullest(width, ranks, unit, shares)
+    fraction of it that makes the widest rank at most 5% wider than `unit` alone would (2%, for its share, where that
+    is how much memory it has)."""
+    best, slack = fullest(width, ranks, unit, shares), 1.05 if shares is None else 1.02
     multiple = preferred
     while multiple > 1:
         u = math.lcm(unit, multiple)
-        if fullest(width, ranks, u, shares) <= 1.05 * best and width >= ranks * u:
+        if fullest(width, ranks, u, shares) <= slack * best and width >= ranks * u:
             return u
         multiple //= 2
     return unit
