@@ -91,7 +91,7 @@ class Decoder(ABC):
         """
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         n = stored[self.values].shape[0]
-        flat = x.reshape(-1, x.shape[-1]).to(wide)
+        flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).to(wide)
         out = torch.empty(len(flat), n, dtype=wide, device=x.device)
         step = max(1, _TILE_ELEMENTS // max(1, x.shape[-1]) // self._tile_rows) * self._tile_rows
         for start in range(0, n, step):
