@@ -13,6 +13,7 @@ from runtime.tiny import CASES, TOKENS, Tiny, reference, tiny
 
 from oddrank.cli import main
 from oddrank.errors import OddrankError
+from oddrank.layout.capacity import rooms, tokens_together
 from oddrank.planner import make_plan
 from oddrank.runtime.generate import Session, forward_logits
 from oddrank.runtime.request import Sampling
@@ -54,18 +55,31 @@ def test_weighted_ranks_give_the_logits_of_one(saved: tuple[str, Path]) -> None:
     assert uneven >= 2  # heads are few: near some shares they are equal
 
 
-def test_weighted_rank_processes(tmp_path: Path) -> None:
+def test_weighted_rank_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path, llama = tmp_path / "model", model("llama")
     llama.hf.save_pretrained(path)
     plan = make_plan(path, 3, rank_memory=(24, 24, 8), context=0).plan
     with Session(path, plan, dtype="fp64") as ranks:
         made = ranks.generate([TOKENS[:3], TOKENS], Sampling(max_tokens=8, ignore_eos=True))[0]
-        held = [rank.stored_bytes for rank in ranks.wait()]
+        loaded = ranks.wait()
+    held, lines = [rank.stored_bytes for rank in loaded], capfd.readouterr().err.splitlines()
     for prompt, completion in zip((TOKENS[:3], TOKENS), made, strict=True):
         said = reference(llama, prompt + completion.token_ids).argmax(-1).tolist()
         assert said[len(prompt) - 1 : -1] == completion.token_ids
     assert held == [RankSlice(plan, None, rank).nbytes() for rank in range(3)]
     assert min(held[:2]) > 1.5 * held[2]
+    # what was predicted is what is there: stored in float64 and computed in it, nothing is kept otherwise
+    predicted = rooms(plan, (24, 24, 8))
+    assert [rank.room for rank in loaded] == predicted
+    for rank in range(3):
+        free = 0.9 * (24, 24, 8)[rank] * 2**30 - held[rank]  # a tenth kept back
+        assert abs((predicted[rank].tokens() or 0) - free / predicted[rank].token) <= 1
+        assert predicted[rank].token == 2 * plan.layout("kv_heads").counts()[rank] * 6 * 8 * 2  # k, v; layers
+        assert loaded[rank].cache_tokens == tokens_together(predicted) == min(r.tokens() or 0 for r in predicted)
+        mine = [line for line in lines if line.startswith(f"rank {rank} of 3: ")]
+        assert any(f"{predicted[rank].token} bytes of KV cache a token" in line for line in mine)
+        assert any(f"room for {predicted[rank].tokens()} tokens" in line for line in mine)
+        assert any(line.endswith("GB/s)") and "MiB" in line for line in mine)
 
 
 def test_the_commands_take_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """One rank of a running model: load the slice, then do what the launcher asks until it says stop."""
 
 import gc
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +21,12 @@ from oddrank.runtime.models.llama import full_logits
 from oddrank.runtime.parallel.child import Link
 from oddrank.runtime.parallel.group import Group
 from oddrank.runtime.precision import Precision
+from oddrank.runtime.progress import load_bar
 from oddrank.runtime.request import Completion, Loaded, Sampling, Timings
+from oddrank.runtime.room import describe, measure_room, tokens_of_all
 from oddrank.transform.slice import RankSlice
+
+log = logging.getLogger(__name__)
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -69,7 +74,13 @@ def load_rank(
     part = RankSlice(plan, checkpoint, group.rank)
     _refuse_false_tie(plan, checkpoint)
     model = build_model(plan.model.family, checkpoint.config, part, group, precision, experts)
-    loaded = load(model, part, lambda name: checkpoint.release([name]), group.device, model.WITHOUT)
+    with load_bar(part, group, tuple(model.WITHOUT)) as advance:
+
+        def read(name: str) -> None:
+            checkpoint.release([name])
+            advance(name)
+
+        loaded = load(model, part, read, group.device, model.WITHOUT)
     if experts.kind == "auto":
         prepare(model)  # what is measured is what will run
     return model, msgspec.structs.replace(loaded, experts=start_experts(model))
@@ -97,6 +108,12 @@ def serve(group: Group, link: Link, job: Job) -> Loaded:
     precision = Precision.of(job.dtype, group.device)
     with Checkpoint.open(job.model) as checkpoint:
         model, loaded = load_rank(plan, checkpoint, group, precision, job.experts)
+    room = measure_room(model, plan, group)
+    together = tokens_of_all(room, group)
+    rate = loaded.stored_bytes / max(loaded.seconds, 1e-9) / 1e9
+    log.info("read %.1f MiB in %.1f s (%.2f GB/s)", loaded.stored_bytes / 2**20, loaded.seconds, rate)
+    log.info("%s", describe(room, together))
+    loaded = msgspec.structs.replace(loaded, room=room, cache_tokens=together)
     link.send(loaded)
     engine = Engine(model, job.eos, slots=job.slots, chunk=job.chunk)
     gc.collect()
