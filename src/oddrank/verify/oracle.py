@@ -42,7 +42,10 @@ def transformers_logits(model: str | os.PathLike[str], prompts: Sequence[Sequenc
 def _load(model: str, dtype: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+    # plain loops: transformers' faster experts know no float64
+    options = {
+        "dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager", "output_loading_info": True,
+    }  # fmt: skip
     config = AutoConfig.from_pretrained(model, local_files_only=True)
     quantization = quantization_of(config.to_dict())
     if quantization is None:
