@@ -163,6 +163,8 @@ def test_hybrid_takes_the_heaviest_misses_into_its_cache():
     assert cache.experts == [3, 5, 1]
     layer(x, torch.tensor([[0.3, 0.7]]), torch.tensor([[5, 2]]))
     assert cache.experts == [1, 5, 2]
+    layer(x, torch.tensor([[0.2, 0.3, 0.1, 0.4]]), torch.tensor([[1, 5, 2, 0]]))
+    assert cache.experts == [1, 5, 2]  # all of it was needed
 
 
 @pytest.mark.parametrize("backend", ["offload", "hybrid"])

@@ -83,6 +83,7 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank(best, monkeypatch):
     for said, names, model in LocalGroup.run(2, rank):
         assert names == [best] * 2
         assert f"{best} 1.0 ms a token, 1 ms for the prompt" in said
+        assert [layer.held() for layer in model.layers] == [3 * E * 128 * H * 2] * 2  # one copy is kept
         r = routing()
         assert error(model.layers[0](*r.tensors(torch.float64)), _part(r)) < 1e-13
 
@@ -155,3 +156,15 @@ def test_experts_on_the_device_only_cannot_be_computed_elsewhere():
     layer = experts(stack(DENSE), (0, 128), options("resident"))
     with pytest.raises(OddrankError, match="on the device only"):
         layer.use("cpu")
+
+
+def test_an_automatic_cache_has_one_size_on_all_ranks(monkeypatch):
+    monkeypatch.setattr(ExpertShare, "_free_experts", lambda self, experts: 5 - self.group.rank)
+
+    def rank(group):
+        model = Tiny(stack(DENSE), ExpertOptions("hybrid"), group)
+        start_experts(model)
+        return [layer.backend.cache.slots for layer in model.layers], group.counts.all_gather
+
+    # asked once, for all layers
+    assert LocalGroup.run(3, rank) == [([3, 3], 1)] * 3
