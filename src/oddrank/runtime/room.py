@@ -8,6 +8,7 @@ import torch
 
 from oddrank.layout.capacity import GIB, RESERVE, Room
 from oddrank.layout.plan import Plan
+from oddrank.runtime.experts import device_nbytes
 from oddrank.runtime.models import Llama
 from oddrank.runtime.parallel.group import Group
 
@@ -21,7 +22,7 @@ def measure_room(model: Llama, plan: Plan, group: Group) -> Room:
     token = cache.layers * 2 * cache.kv_heads * cache.head_dim * cache.dtype.itemsize
     state = 0 if cache.states is None else cache.states.nbytes()
     memory = int(plan.shares[group.rank] * GIB) if plan.shares else _memory(group)
-    return Room(memory, model.nbytes(), token, state)
+    return Room(memory, device_nbytes(model), token, state)
 
 
 def _memory(group: Group) -> int:

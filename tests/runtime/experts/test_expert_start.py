@@ -8,7 +8,7 @@ import torch
 from runtime.experts.stacks import AT, DENSE, E, H, HandSlice, W, error, expected, experts, options, routing, stack
 
 from oddrank import OddrankError
-from oddrank.runtime.experts import ExpertOptions, Experts, ExpertShare, start, start_experts
+from oddrank.runtime.experts import ExpertOptions, Experts, ExpertShare, device_nbytes, start, start_experts
 from oddrank.runtime.experts.backends import BACKENDS
 from oddrank.runtime.experts.cpu import Cpu
 from oddrank.runtime.layers.module import Module
@@ -168,3 +168,15 @@ def test_an_automatic_cache_has_one_size_on_all_ranks(monkeypatch):
 
     # asked once, for all layers
     assert LocalGroup.run(3, rank) == [([3, 3], 1)] * 3
+
+
+@pytest.mark.parametrize("kind", ["resident", "cpu", "offload", "hybrid"])
+def test_what_is_on_the_device_of_a_gpus_rank_and_of_a_cpus(kind, monkeypatch):
+    model = Tiny(stack(DENSE), options(kind, 2 if kind in ("offload", "hybrid") else None), SoloGroup())
+    start_experts(model)
+    one = 3 * 128 * H * 2
+    banks, caches = 2 * E * one, {"offload": 2 * 2 * one + 2 * one, "hybrid": 2 * 2 * one + 2 * one}.get(kind, 0)
+    assert model.nbytes() == banks
+    assert device_nbytes(model) == banks + caches  # two layers' caches, and two experts that stream
+    monkeypatch.setattr(model.layers[0].share, "device", torch.device("meta"))  # any that is not the CPU
+    assert device_nbytes(model) == (banks if kind == "resident" else caches)

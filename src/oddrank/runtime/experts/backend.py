@@ -42,6 +42,10 @@ class Backend(ABC):
     @abstractmethod
     def terms(self, batch: Batch) -> Terms: ...
 
+    def nbytes(self) -> int:
+        """Bytes that it keeps on the device beside its banks."""
+        return 0
+
     @classmethod
     def takes(cls, layouts: tuple[BankLayout, ...]) -> bool:
         """Whether it computes with matrices stored so."""

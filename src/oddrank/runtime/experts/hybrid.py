@@ -24,6 +24,9 @@ class Hybrid(Backend):
         self._cpu, self._offload = Cpu(layer, share), Offload(layer, share)
         self.cache = self._offload.cache
 
+    def nbytes(self) -> int:
+        return self.cache.nbytes()
+
     @classmethod
     def takes(cls, layouts: tuple[BankLayout, ...]) -> bool:
         return Cpu.takes(layouts) and Offload.takes(layouts)

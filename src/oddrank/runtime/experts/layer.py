@@ -84,6 +84,11 @@ class Experts(Module):
     def held(self) -> int:
         return sum(banks.nbytes() for banks in (self._host, self._device) if banks is not None)
 
+    def device_nbytes(self) -> int:
+        """Bytes on the rank's device: banks that are there, and what the backend keeps."""
+        there = (self._host, self._device) if self.share.device.type == "cpu" else (self._device,)
+        return sum(banks.nbytes() for banks in there if banks is not None) + self.backend.nbytes()
+
     # Who computes -------------------------------------------------------------------------------------------
 
     def use(self, kind: str) -> None:

@@ -23,6 +23,9 @@ class Offload(Backend):
         )
         self._stream = share.stream(layer.banks)
 
+    def nbytes(self) -> int:
+        return self.cache.nbytes()
+
     def terms(self, batch: Batch) -> Terms:
         needed = [routed.expert for routed in batch.routed]
         missing = [expert for expert in needed if not self.cache.touch(expert)]

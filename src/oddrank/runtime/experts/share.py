@@ -56,6 +56,10 @@ class ExpertShare:
             self._streams[key] = Stream(banks, self.device, self.copier)
         return self._streams[key]
 
+    def nbytes(self) -> int:
+        """Bytes on the device that all layers use."""
+        return sum(stream.nbytes() for stream in self._streams.values())
+
     def slots(self, experts: int) -> int:
         """How many of a layer's `experts` its cache holds: the same number on every rank."""
         size = self.options.cache

@@ -70,6 +70,15 @@ def start_experts(model: Runs) -> str:
     return said
 
 
+def device_nbytes(model: Module) -> int:
+    """Bytes that a started model holds on the rank's device: without banks in the host memory of a GPU's rank, with the
+    caches of what is in them."""
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    elsewhere = sum(layer.held() for layer in layers)
+    shared = sum(share.nbytes() for share in {id(layer.share): layer.share for layer in layers}.values())
+    return model.nbytes() - elsewhere + sum(layer.device_nbytes() for layer in layers) + shared
+
+
 def _use(layers: Sequence[Experts], kind: str) -> None:
     for layer in layers:
         layer.use(kind)
