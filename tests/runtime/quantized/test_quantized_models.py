@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from formats.codec import Raw, decode, numbers
+from formats.dialects import DIALECTS, stored
 from hybrid import tiny
 from proof.tiny import F64, Weights
 from runtime.quantized.hybrids import Hybrid, distance, fp32_angles, solved
+from runtime.quantized.stores import tensors as words
 from safetensors.torch import save_file
 from stream.releases import as_torch, checkpoint
 
@@ -34,6 +36,7 @@ from oddrank.verify.oracle import transformers_logits
 FORMATS = ("bf16", "fp8-block", "nvfp4-mixed", "nvfp4-ct", "nvfp4-ct-block", "mxfp4")
 CASES = [(family, fmt) for family in tiny.FAMILIES for fmt in FORMATS]
 TOKENS = np.random.default_rng(5).integers(0, 512, 24).tolist()
+BLOCK = "fp8 block, HF, fp32 scales"
 _SUFFIXES = (
     "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale",
 )  # fmt: skip
@@ -181,6 +184,47 @@ def test_experts_stored_one_way_here_and_the_other_way_in_the_mtp_layer(stacked:
     for tp in (1, 3):
         for logits in m.on_ranks(solved(m, tp), lambda model: full_logits(model, m.tokens(9))):
             assert distance(logits, want) < 1e-9
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_formats_mixed_within_a_layer(tp: int, tmp_path: Path) -> None:
+    """As exceptions in a release's config make them (traps: 19): one part of a merged layer in bf16, a row layer and
+    the table in fp8, beside NVFP4."""
+    source = checkpoint("qwen3_5", "nvfp4-mixed")
+    plain, tensors = decoded(source), dict(as_torch(source))
+    config = {k: v for k, v in source.config.items() if k != "quantization_config"}
+    at = "model.layers.0.mlp"
+    others = {f"{at}.gate_proj": None, f"{at}.down_proj": "fp8 channel, 1-D", "model.embed_tokens": BLOCK}
+    for name, dialect in others.items():
+        for key in [k for k in tensors if k.startswith(f"{name}.")]:
+            del tensors[key]
+        if dialect is None:
+            tensors[f"{name}.weight"] = torch.from_numpy(plain[f"{name}.weight"]).bfloat16()
+            plain[f"{name}.weight"] = tensors[f"{name}.weight"].double().numpy()
+        else:
+            parts = stored(DIALECTS[dialect], plain[f"{name}.weight"].astype(np.float32))
+            tensors |= {name + suffix: t for suffix, t in words(parts).items()}
+            plain[f"{name}.weight"] = DIALECTS[dialect].decode(parts)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with fp32_angles(config, len(TOKENS)):
+        want = tiny.transformers_logits(config, plain, TOKENS)
+    mixed, made = Checkpoint.open(tmp_path), make_plan(tmp_path, tp).plan
+
+    def rank(group: Group) -> torch.Tensor:
+        return full_logits(load_rank(made, mixed, group, Precision.of("fp64"))[0], TOKENS)
+
+    with torch.inference_mode():
+        for logits in LocalGroup.run(tp, rank):
+            assert distance(logits, want) < 1e-9
+
+
+def test_a_family_without_states_in_fp8() -> None:
+    release, tokens = ("qwen3", "fp8-block"), TOKENS[:9]
+    (want,) = transformers_logits(checkpoint(*release).path, [tokens], "fp32")
+    for tp in (1, 3):
+        for logits in on_ranks(*release, plan(*release, tp), lambda m: full_logits(m, tokens), "fp32"):
+            assert distance(logits.double(), want) < 1e-4
 
 
 def test_scales_in_another_file_than_their_weights(tmp_path: Path) -> None:

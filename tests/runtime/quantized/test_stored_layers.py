@@ -91,6 +91,14 @@ def test_row_parallel(name: str, bias: bool) -> None:
         assert torch.allclose(out, want, **EXACT)
 
 
+def test_exponents_stored_under_a_name_of_their_own() -> None:
+    m = Matrix.of("MXFP4, Quark", 64, 64)
+    named = m._replace(parts={**m.parts, ".weight_scale": m.parts[".weight_scale"]._replace(dtype="F8_E8M0")})
+    layer = ColumnParallelLinear(Store({"l": named}).weights(), "l", 64, 64, bias=False, dtype=F64)
+    Store({"l": named}).fill(layer)
+    assert torch.allclose(layer(torch.eye(64, dtype=F64)).t(), torch.from_numpy(m.decode()), **EXACT)
+
+
 VOCAB = 384
 ROWS = [span((256, 384)) + [-1] * 64, [], span((0, 64), (192, 256)), [-1] * 64 + span((64, 192))]
 

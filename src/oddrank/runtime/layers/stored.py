@@ -9,10 +9,11 @@ from torch import Tensor
 
 from oddrank.errors import OddrankError
 from oddrank.runtime.formats import decoder, torch_dtype
-from oddrank.runtime.layers.kernels import DenseFormat, LinearWeight, Rows
+from oddrank.runtime.layers.kernels import THREADED_ELEMENTS, DenseFormat, LinearWeight, Rows
 from oddrank.runtime.layers.module import Parameter, Part
 from oddrank.runtime.layers.vocab import DenseTable, TableWeight
 from oddrank.runtime.precision import Precision
+from oddrank.runtime.threads import torch_threads
 from oddrank.transform.slice import StoredMatrix
 
 
@@ -66,10 +67,15 @@ class StoredWeight(TableWeight):
             _held(stored, storage.dtype(stored), self.decoder.shape(suffix, n, k))
             for suffix, stored in matrix.names.items()
         ]
-        self.looked_up = looked_up
+        self.looked_up, self._elements = looked_up, n * k
+        self._threads: int | None = None
+
+    def prepare(self, threads: int) -> None:
+        self._threads = threads if self._elements >= THREADED_ELEMENTS else 1
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.decoder.linear(x, self._stored(), bias)
+        with torch_threads(self._threads or torch.get_num_threads()):
+            return self.decoder.linear(x, self._stored(), bias)
 
     def take(self, rows: Tensor) -> Tensor:
         return self.decoder.take(self._stored(), rows, self.looked_up)

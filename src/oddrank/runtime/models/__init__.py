@@ -27,7 +27,7 @@ MODELS: dict[str, type[Llama]] = {
 }
 """Family name -> the model that runs it."""
 
-_TABLE = "embed_tokens.weight"
+_TABLE = "embed_tokens."
 
 
 def build_model(
@@ -49,9 +49,9 @@ def build_model(
             "in oddrank/runtime/models."
         )
     made = MODELS[family]
-    prefix = next((n.removesuffix(_TABLE) for n in part.names() if n.endswith(_TABLE)), None)
+    prefix = next((n.partition(_TABLE)[0] for n in part.names() if _TABLE in n), None)
     if prefix is None:
-        raise OddrankError(f"The checkpoint's plan has no {_TABLE}, so it is not a decoder of family {family}.")
+        raise OddrankError(f"The checkpoint's plan has no {_TABLE}weight, so it is not a decoder of family {family}.")
     config = made.CONFIG.read(raw_config, made.DEFAULTS)
     return made(Build(config, part, group, precision, prefix, ExpertShare(experts, group)))
 
