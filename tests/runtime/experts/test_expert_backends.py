@@ -129,11 +129,14 @@ def test_half_precision_is_rounded_once_at_the_end():
     assert (np.abs(found.double().numpy() - wanted) <= np.abs(wanted) * 2**-8 + 1e-5 * np.abs(wanted).max()).all()
 
 
-def test_a_rank_without_channels_and_a_batch_without_tokens_add_nothing():
-    layer = experts(stack(DENSE), (128, 128), options("cpu"))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [DENSE, "fp8 block, HF, bf16 scales", "NVFP4, ModelOpt"])
+def test_a_rank_without_channels_and_a_batch_without_tokens_add_nothing(kind, backend):
+    layer = experts(stack(kind), (128, 128), options(backend))
+    layer.use(backend)
     x, weights, ids = routing().tensors(torch.float32)
     assert torch.equal(layer(x, weights, ids), torch.zeros_like(x))
-    whole = experts(stack(DENSE), (0, 320), options("cpu"))
+    whole = experts(stack(kind), (0, 320), options(backend))
     assert whole(x[:0], weights[:0], ids[:0]).shape == (0, H)
 
 
