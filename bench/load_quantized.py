@@ -43,11 +43,12 @@ def disk_bytes() -> int:
 
 
 def load(group: Group, link: Link, model: str, plan: bytes) -> dict[str, Any]:
-    """The target of a rank. Sends its anonymous memory once it has its imports, loads when told, and stays until told
-    again, so that it can be looked at."""
+    """The target of a rank. Sends its anonymous memory once it has its imports; loads when told, and sends it; brings
+    the weights into the kernels' form when told, and sends it; ends when told."""
     import gc
 
     from oddrank.layout.plan import Plan
+    from oddrank.runtime.engine import Engine
     from oddrank.runtime.precision import Precision
     from oddrank.runtime.worker import load_rank
 
@@ -61,11 +62,15 @@ def load(group: Group, link: Link, model: str, plan: bytes) -> dict[str, Any]:
     group.barrier()
     link.send(anonymous(os.getpid()))
     link.receive()
+    engine = Engine(made)
+    link.send(anonymous(os.getpid()))
+    link.receive()
     return {
         "slice_bytes": loaded.stored_bytes,
         "kept_bytes": made.nbytes(),
         "read_bytes": read,
         "seconds": loaded.seconds,
+        "prepare_seconds": engine.prepare_seconds,
         "experts": loaded.experts,
     }
 
@@ -77,25 +82,27 @@ def measure(model: Path, plan: bytes) -> list[dict[str, Any]]:
     with Ranks(TP, module.load, str(model), plan) as ranks:
         before = dict(ranks.receive() for _ in range(TP))
         drop_cached(sorted(model.glob("*.safetensors")))
-        with contextlib.ExitStack() as looking:
-            peaks = [looking.enter_context(AnonymousPeak(pid)) for pid in ranks.pids]
-            ranks.send("load")
-            after = dict(ranks.receive() for _ in range(TP))
+        stages = {}
+        for stage in ("load", "ready"):
+            with contextlib.ExitStack() as looking:
+                peaks = [looking.enter_context(AnonymousPeak(pid)) for pid in ranks.pids]
+                ranks.send(stage)
+                after = dict(ranks.receive() for _ in range(TP))
+            stages[f"{stage}_peak_grown"] = [peak.peak - before[r] for r, peak in enumerate(peaks)]
+            stages[f"{stage}_grown"] = [after[r] - before[r] for r in range(TP)]
         ranks.send("end")
         told = ranks.join()
-    return [
-        {**t, "before": before[r], "peak_grown": peaks[r].peak - before[r], "grown": after[r] - before[r]}
-        for r, t in enumerate(told)
-    ]
+    return [{**t, "before": before[r], **{k: v[r] for k, v in stages.items()}} for r, t in enumerate(told)]
 
 
 def rows_of(scheme: str, family: str, size: int, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    beyond = max(r["peak_grown"] - r["slice_bytes"] for r in ranks) / 1e6
+    beyond, ready = (max(r[k] - r["slice_bytes"] for r in ranks) / 1e6 for k in ("load_peak_grown", "ready_peak_grown"))
     times = sum(r["read_bytes"] for r in ranks) / size
     what = f"load of {family} {scheme} at TP={TP}"
     return [
         row(f"{what}: peak memory of a rank beyond its slice of {max(r['slice_bytes'] for r in ranks) / 1e6:.0f} MB",
             beyond, "MB", beyond <= BEYOND_MB, f"<= {BEYOND_MB:.0f} MB"),
+        row(f"{what}: the same until its engine is ready", ready, "MB", None),
         row(f"{what}: bytes read from the disk, against the tensors'", times, "x", times <= TIMES_READ,
             f"<= {TIMES_READ} x"),
     ]  # fmt: skip
