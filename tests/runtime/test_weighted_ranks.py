@@ -17,6 +17,7 @@ from oddrank.layout.capacity import rooms, tokens_together
 from oddrank.planner import make_plan
 from oddrank.runtime.generate import Session, forward_logits
 from oddrank.runtime.request import Sampling
+from oddrank.synth import describe_release, write_checkpoint
 from oddrank.transform.slice import RankSlice
 
 MEMORY = [(2.0, 1.0), (24.0, 24.0, 16.0), (1.0, 2.0, 3.0), (4.0, 2.0, 2.0, 3.0)]
@@ -53,6 +54,22 @@ def test_weighted_ranks_give_the_logits_of_one(saved: tuple[str, Path]) -> None:
         uneven += len(set(plan.layout("q_heads").counts())) > 1
         assert relative(forward_logits(path, plan, TOKENS, "fp64"), one) < 1e-12, memory
     assert uneven >= 2  # heads are few: near some shares they are equal
+
+
+@pytest.mark.parametrize("family", ["qwen3_5-mxfp4", "qwen3_5_moe-fp8-block"])
+def test_weighted_ranks_of_quantized_hybrids(family: str, tmp_path: Path) -> None:
+    """The same weights cut otherwise: gated delta nets, experts' widths, scale blocks. 256 channels an expert are four
+    blocks of 64, so that of five ranks one has none."""
+    name, _, scheme = family.partition("-")
+    path = tmp_path / "model"
+    write_checkpoint(describe_release(name, scheme, size="tiny"), path)
+    one = forward_logits(path, make_plan(path, 1).plan, TOKENS, "fp64")
+    for memory in ((24.0, 24.0, 16.0), (4.0, 4.0, 3.0, 3.0, 3.0)):
+        plan = make_plan(path, len(memory), rank_memory=memory).plan
+        assert len(set(plan.layout("gdn_v_heads").counts())) > 1
+        if name == "qwen3_5_moe":
+            assert plan.layout("moe").counts() == ((128, 64, 64) if len(memory) == 3 else (64, 64, 64, 64, 0))
+        assert relative(forward_logits(path, plan, TOKENS, "fp64"), one) < 1e-12, memory
 
 
 def test_weighted_rank_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

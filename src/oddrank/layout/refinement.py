@@ -67,6 +67,8 @@ class Refinement:
         if total is not None:
             return coarse if total % (self.ranks * coarse) == 0 else fine
         count = self.model.axis(axis).count
+        if self.shares is not None and -(-count // coarse) < self.ranks:
+            return fine  # some ranks would have nothing
         largest = [fullest(count, self.ranks, u, self.shares) for u in (coarse, fine)]
         return coarse if largest[0] <= WORTH * largest[1] else fine
 

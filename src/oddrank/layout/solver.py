@@ -319,8 +319,9 @@ class _Solver:
             preferred = self.facts.width_multiple if axis.kind != "heads" else 1
             cut = math.lcm(unit, multiple or 1)
             cut = cut if multiple else widths.aligned_unit(axis.count, tp, unit, preferred, self.request.shares)
-            candidate = widths.ragged(axis.name, axis.count, tp, cut, self.request.shares)
-            if candidate is None and self.request.shares is None:  # fewer of the user's multiples than ranks
+            weighted = self.request.shares is not None
+            candidate = widths.ragged(axis.name, axis.count, tp, cut, self.request.shares, empty=weighted)
+            if candidate is None:  # fewer of the user's multiples than ranks
                 candidate = self._equal_width(axis, unit, exact, multiple)
         if candidate is None or not self._storable(candidate):
             self._refuse_width(axis, step, exact, multiple)

@@ -57,11 +57,12 @@ def padded(axis: str, width: int, ranks: int, unit: int, total: int | None = Non
 
 
 def ragged(
-    axis: str, width: int, ranks: int, unit: int, shares: Sequence[float] | None = None
+    axis: str, width: int, ranks: int, unit: int, shares: Sequence[float] | None = None, *, empty: bool = False
 ) -> Candidate | None:
-    """Whole units to ranks, some with one more; no dummies. None where there are fewer units than ranks."""
+    """Whole units to ranks, some with one more; no dummies. Where there are fewer units than ranks some have none, with
+    `empty`; else the answer is None."""
     units = -(-width // unit)
-    if units < ranks:
+    if units < ranks and not empty:
         return None
     bounds = np.minimum(np.cumsum([0, *apportion(units, ranks, shares)]) * unit, width)
     layout = Layout.of(axis, [range(a, b) for a, b in itertools.pairwise(bounds)])
