@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from oddrank.runtime.parallel import Group, Link, run_ranks
-from oddrank.runtime.parallel.cores import cores_available
 from oddrank.runtime.parallel.dist import DistributedGroup
 from oddrank.runtime.parallel.rendezvous import tcp_store
+from oddrank.runtime.topology.limits import cores_available
 
 PAYLOADS = {"2KB": 2048, "64KB": 64 * 1024, "1MB": 1024 * 1024}  # bytes
 TARGET_US = 30.0

@@ -28,9 +28,9 @@ from oddrank.runtime.engine import Engine
 from oddrank.runtime.generate import Session
 from oddrank.runtime.layers.kernels import LinearWeight
 from oddrank.runtime.parallel import SoloGroup
-from oddrank.runtime.parallel.cores import cores_available
 from oddrank.runtime.precision import Precision
 from oddrank.runtime.request import Sampling
+from oddrank.runtime.topology.limits import cores_available
 from oddrank.runtime.worker import load_rank
 
 PROMPT = [504, 3575, 282, 4649, 314]

@@ -12,6 +12,7 @@ from oddrank.checkpoint import Checkpoint
 from oddrank.checkpoint.config import ConfigView
 from oddrank.errors import OddrankError
 from oddrank.families import family_of
+from oddrank.formats.declared import kind_of
 from oddrank.geometry import Model
 from oddrank.layout.census import Census, take_census
 from oddrank.layout.cost import kv_bytes_per_layer
@@ -85,13 +86,13 @@ def make_plan(
     context: int = DEFAULT_CONTEXT,
     constraints: Mapping[str, int] | None = None,
     run_tp: int | None = None,
-    shares: Sequence[float] | None = None,
+    rank_memory: Sequence[float] | None = None,
 ) -> Planned:
     """Plan the model directory `model` for `tp` ranks and prove the plan.
 
     executor: `runtime` or `vllm`. layout: `auto`, `ragged`, `pad` or `replicate`. context: tokens of context the
     cost is weighed at. constraints: e.g. {"gqa": 6, "mlp_multiple": 64}. run_tp: ranks it will run on, where that
-    is not `tp`. shares: relative sizes of unequal ranks.
+    is not `tp`. rank_memory: GiB of each rank, where they are unequal; each gets its share.
     """
     subject = study(Checkpoint.open(model))
     request = Request(
@@ -101,7 +102,7 @@ def make_plan(
         context=context,
         constraints=Constraints.parse(constraints or {}, subject.model),
         run_tp=run_tp,
-        shares=None if shares is None else tuple(shares),
+        shares=None if rank_memory is None else tuple(rank_memory),
     )
     return plan_subject(subject, request)
 
@@ -180,7 +181,8 @@ def not_served(plan: Plan) -> str | None:
             f"the {facts.name} has no model of family {model.family} yet (it has {', '.join(facts.families)}). "
             "The plan holds all the same: pad, stream and rank slices carry it out."
         )
-    used = sorted({u.format for u in plan.uses if model.roles[u.role].matrix} - set(facts.formats))
+    stored = {u.format for u in plan.uses if model.roles[u.role].matrix}
+    used = sorted(name for name in stored if kind_of(name) not in facts.formats)
     if facts.formats and used:
         return (
             f"the {facts.name} has no kernels for {', '.join(used)} yet (it has {', '.join(facts.formats)}). The plan "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from oddrank.geometry import Model
 from oddrank.layout.candidate import Candidate
+from oddrank.layout.capacity import rooms, tokens_together
 from oddrank.layout.census import Census, Use
 from oddrank.layout.cost import kv_bytes_per_layer, macs, rank_cost, state_bytes, weight_bytes
 from oddrank.layout.plan import Plan
@@ -16,8 +18,11 @@ from oddrank.planner import Planned, not_served
 from oddrank.transform.recipe import recipes
 
 
-def describe(solution: Solution, census: Census, checks: tuple[Check, ...]) -> dict[str, Any]:
-    """The JSON of `oddrank plan --json`. Bytes are bytes; per_rank lists have one entry a rank."""
+def describe(
+    solution: Solution, census: Census, checks: tuple[Check, ...], memory: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """The JSON of `oddrank plan --json`. Bytes are bytes; per_rank lists have one entry a rank. memory: GiB of every
+    rank, where it is known and the plan was not made for it: how much KV cache fits."""
     plan = solution.plan
     model, stock = plan.model, plan.model.stock()
     costs = [
@@ -73,6 +78,7 @@ def describe(solution: Solution, census: Census, checks: tuple[Check, ...]) -> d
             "stock_bytes_per_request": state_bytes(model, stock),
             "per_rank_bytes_per_request": [state_bytes(model, plan.counts(r)) for r in range(plan.tp)],
         },
+        "capacity": capacity(plan, plan.shares or memory),
         "refined": dict(plan.refined),
         "formats": dict(_formats(plan)),
         "absent": list(census.absent),
@@ -86,6 +92,21 @@ def describe(solution: Solution, census: Census, checks: tuple[Check, ...]) -> d
             "ok": all(c.ok for c in checks),
             "checks": [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in checks],
         },
+    }
+
+
+def capacity(plan: Plan, memory: Sequence[float] | None) -> dict[str, Any] | None:
+    """What fits beside the weights; None where no rank's memory is known."""
+    if memory is None:
+        return None
+    ranks = rooms(plan, memory)
+    return {
+        "memory_gib": list(memory),
+        "reserve_bytes": [room.reserve for room in ranks],
+        "weight_bytes": [room.weights for room in ranks],
+        "per_rank_tokens": [room.tokens() for room in ranks],
+        "tokens": tokens_together(ranks),
+        "fits": all(room.tokens() != 0 for room in ranks),
     }
 
 

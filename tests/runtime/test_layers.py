@@ -177,8 +177,8 @@ def test_format_gives_the_weight_of_the_parts() -> None:
     for name, kind in (("fp64", torch.float64), ("fp32", torch.float32), ("bf16", torch.bfloat16)):
         weight = DenseFormat(Precision.of(name)).linear([Rows("a", 3), Rows("b", 0), Rows("c", 2)], 4)
         (parameter,) = weight.parameters()
-        assert [(p.name, p.start, p.stop) for p in parameter.parts] == [
-            ("a.weight", 0, 3), ("b.weight", 3, 3), ("c.weight", 3, 5),
+        assert [(p.name, p.index) for p in parameter.parts] == [
+            ("a.weight", (slice(0, 3),)), ("b.weight", (slice(3, 3),)), ("c.weight", (slice(3, 5),)),
         ]  # fmt: skip
         assert parameter.shape == (5, 4) and parameter.dtype == kind
         assert isinstance(weight, LinearWeight)

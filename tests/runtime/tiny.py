@@ -21,6 +21,7 @@ from oddrank.runtime.models import build_model
 from oddrank.runtime.models.llama import Llama
 from oddrank.runtime.parallel import Group, LocalGroup
 from oddrank.runtime.precision import Precision
+from oddrank.transform.slice import StoredMatrix
 
 VOCAB = 53
 TOKENS = [3, 17, 52, 0, 17, 41, 8, 29, 11]
@@ -210,6 +211,12 @@ class TinySlice:
     def owns(self, name: str) -> bool:
         return self.rank == self._owner
 
+    def matrix(self, name: str) -> StoredMatrix:
+        return StoredMatrix("dense", {".weight": f"{name}.weight"}, {".weight": (1, 1)})
+
+    def part_of(self, name: str) -> None:
+        return None
+
     def names(self) -> list[str]:
         return list(self._tensors)
 
@@ -220,8 +227,11 @@ class TinySlice:
         return _NAMES[self._dtype]
 
     def read_into(self, name: str, out: np.ndarray) -> None:
-        words = self._tensors[name].contiguous().view(_WORDS[self._dtype.itemsize]).numpy().view(out.dtype)
-        out[...] = words
+        self.read_rows_into(name, 0, out)
+
+    def read_rows_into(self, name: str, start: int, out: np.ndarray) -> None:
+        rows = self._tensors[name][start : start + len(out)]
+        out[...] = rows.contiguous().view(_WORDS[self._dtype.itemsize]).numpy().view(out.dtype)
 
 
 def rank_model(

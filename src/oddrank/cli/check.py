@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from oddrank.cli.options import Sizes, constraint_pairs, planning
+from oddrank.cli.options import RANK_MEMORY, Sizes, constraint_pairs, planning
 from oddrank.errors import CheckFailedError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ SHOWN = 20
 @click.argument("model", type=click.Path())
 @click.option("--tp", "sizes", type=Sizes(), required=True, help="Ranks.")
 @planning("vllm")
+@RANK_MEMORY
 @click.option("--list", "as_list", is_flag=True, help="Print every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (with --list, every tensor).")
 def command(
@@ -33,6 +34,7 @@ def command(
     layout: str,
     context: int,
     constraints: tuple[str, ...],
+    rank_memory: list[float] | None,
     as_list: bool,
     as_json: bool,
 ) -> None:
@@ -63,7 +65,14 @@ def command(
     shapes: dict[str, tuple[int, ...]] = {}
     if not census.problems:
         wanted = Constraints.parse(constraint_pairs(constraints), subject.model)
-        request = Request(tp=sizes[0], executor=executor, layout=layout, context=context, constraints=wanted)
+        request = Request(
+            tp=sizes[0],
+            executor=executor,
+            layout=layout,
+            context=context,
+            constraints=wanted,
+            shares=None if rank_memory is None else tuple(rank_memory),
+        )
         plan = plan_subject(subject, request).plan
         fullest = max(range(plan.tp), key=lambda r: sum(plan.counts(r).values()))
         slots = plan.virtual() if plan.executor_facts().equal_ranks else plan.slots(fullest)

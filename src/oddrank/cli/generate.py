@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 import msgspec
 
-from oddrank.cli.options import Sizes, plan_for, planning
+from oddrank.cli.options import RANK_MEMORY, Sizes, expert_options, plan_for, planning
 from oddrank.errors import OddrankError
+from oddrank.runtime.expert_options import ExpertOptions
+
+
+class TokenIds(click.ParamType[list[int]]):
+    """`3,17,52`."""
+
+    name = "ID,ID,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(part.isdecimal() and len(part) < 10 for part in parts):
+            self.fail(f'"{value}" is not token ids: numbers from 0 on with commas between them (3,17,52).')
+        return [int(part) for part in parts]
 
 
 @click.command("generate", short_help="Generate text with the runtime, one process per rank")
 @click.argument("model", type=click.Path())
 @click.option("--tp", "sizes", type=Sizes(), required=True, help="Ranks.")
-@click.option("--prompt", "prompts", multiple=True, required=True, help="Text to continue; repeatable (a batch).")
+@click.option("--prompt", "prompts", multiple=True, help="Text to continue; repeatable (a batch).")
+@click.option(
+    "--prompt-ids", "id_prompts", type=TokenIds(), multiple=True, metavar="ID,ID,...",
+    help="Token ids to continue, in place of a text: needs no tokenizer.",
+)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens at most.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
@@ -24,8 +42,16 @@ from oddrank.errors import OddrankError
 @click.option(
     "--dtype", type=click.Choice(("bf16", "fp16", "fp32", "fp64")), help="Compute in; by default what the config says."
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of each rank; by default its share of the cores.")
+@click.option(
+    "--cpu-threads",
+    "--threads",
+    "threads",
+    type=click.IntRange(min=1),
+    help="Threads of each rank, within its slice of the cores; by default one on each.",
+)
+@expert_options
 @planning("runtime")
+@RANK_MEMORY
 @click.option("--run-tp", type=Sizes(), help="Run a plan for --tp ranks on this many instead.")
 @click.option("--plan", "plan_file", type=click.Path(), help="Use a plan saved by `oddrank plan --json`.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: text, token_ids, tp, seconds, tokens_per_second.")
@@ -33,6 +59,7 @@ def command(
     model: str,
     sizes: list[int],
     prompts: tuple[str, ...],
+    id_prompts: tuple[list[int], ...],
     max_tokens: int,
     temperature: float,
     top_p: float,
@@ -41,10 +68,14 @@ def command(
     chat: bool,
     dtype: str | None,
     threads: int | None,
+    experts: str | None,
+    expert_cache: str | None,
+    expert_load: str | None,
     executor: str,
     layout: str,
     context: int,
     constraints: tuple[str, ...],
+    rank_memory: list[float] | None,
     run_tp: list[int] | None,
     plan_file: str | None,
     as_json: bool,
@@ -53,11 +84,14 @@ def command(
 
     The model is planned and the plan proven first; see `oddrank plan`.
     """
+    if not prompts and not id_prompts:
+        raise OddrankError("there is nothing to continue: give --prompt, or --prompt-ids with token ids.")
     for prompt in prompts:
         if not prompt:
             raise OddrankError("--prompt is empty; the model needs at least one token to start from.")
         if any("\ud800" <= c <= "\udfff" for c in prompt):
             raise OddrankError("--prompt is not valid UTF-8.")
+    chosen = ExpertOptions.parse(experts, expert_cache, expert_load)
     plan = plan_for(
         model,
         sizes[0],
@@ -67,6 +101,7 @@ def command(
         constraints=constraints,
         run_tp=run_tp,
         plan_file=plan_file,
+        rank_memory=rank_memory,
     )
     from oddrank.layout.executors import RUNTIME
     from oddrank.planner import require_served
@@ -79,7 +114,8 @@ def command(
         raise OddrankError(
             f"oddrank generate needs {error.name}, which is not installed: pip install 'oddrank[runtime]'."
         ) from None
-    live = not as_json and len(prompts) == 1
+    asked: list[str | list[int]] = [*prompts, *id_prompts]
+    live = not as_json and len(asked) == 1
 
     def show(index: int, piece: str) -> None:
         sys.stdout.write(piece)
@@ -88,12 +124,13 @@ def command(
     result = generate(
         model,
         plan,
-        list(prompts),
+        asked,
         Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed),
         chat=chat,
         on_text=show if live else None,
         dtype=dtype,
         threads=threads,
+        experts=chosen,
     )
     first = result.outputs[0]
     if as_json:
@@ -113,11 +150,14 @@ def command(
         }
         click.echo(msgspec.json.encode(report))
         return
-    if live:
+    if live and first.text is not None:
         click.echo()
     else:
-        for prompt, output in zip(prompts, result.outputs, strict=True):
-            click.echo(f"--- {prompt}\n{output.text}")
+        for asked_for, output in zip(asked, result.outputs, strict=True):
+            words = output.token_ids if output.text is None else output.text
+            if not live:
+                click.echo(f"--- {asked_for}")
+            click.echo(words)
     click.echo(
         f"TP={result.tp} {plan.kind}, {result.dtype}: {sum(len(o.token_ids) for o in result.outputs)} tokens, "
         f"{result.tokens_per_second:.1f} tokens/s, loaded in {result.load_seconds:.1f} s",

@@ -10,6 +10,7 @@ import click
 from oddrank.errors import OddrankError
 from oddrank.layout.plan import Plan
 from oddrank.layout.solver import DEFAULT_CONTEXT, LAYOUTS
+from oddrank.runtime.expert_options import KINDS, LOADS
 
 
 class Sizes(click.ParamType[list[int]]):
@@ -41,6 +42,39 @@ class Sizes(click.ParamType[list[int]]):
         return sizes
 
 
+class Memory(click.ParamType[list[float]]):
+    """GiB of memory: `24`; with `many`, of every rank: `24,24,16`."""
+
+    name = "GiB"
+
+    def __init__(self, many: bool = False) -> None:
+        self.many = many
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
+        if isinstance(value, list):
+            return value
+        sizes = []
+        for part in str(value).split(","):
+            try:
+                size = float(part)
+            except ValueError:
+                size = 0.0
+            if not 0 < size < 1e6:
+                self.fail(f'"{value}" is not memory in GiB' + (", one number a rank (24,24,16)." if self.many else "."))
+            sizes.append(size)
+        if not self.many and len(sizes) != 1:
+            self.fail(f'"{value}": one number of GiB is wanted here.')
+        return sizes
+
+
+RANK_MEMORY = click.option(
+    "--rank-memory",
+    type=Memory(many=True),
+    metavar="G,G,..",
+    help="Memory of each rank in GiB, as many numbers as ranks: unequal ranks get parts by their share (runtime only).",
+)
+
+
 def constraint_pairs(values: tuple[str, ...]) -> dict[str, int]:
     """`K=V` options as a dict. Raises OddrankError for anything else."""
     pairs: dict[str, int] = {}
@@ -67,11 +101,14 @@ def plan_for(
     constraints: tuple[str, ...],
     run_tp: list[int] | None = None,
     plan_file: str | None = None,
+    rank_memory: list[float] | None = None,
 ) -> Plan:
     """The proven plan that a command's options ask for: made now, or read from `plan_file` and proven again."""
     from oddrank.checkpoint import Checkpoint
     from oddrank.planner import adopt_plan, make_plan
 
+    if plan_file is not None and rank_memory is not None:
+        raise OddrankError("--plan has its ranks' parts in it, and --rank-memory asks for others. Leave out one.")
     if plan_file is not None:
         return adopt_plan(plan_file, Checkpoint.open(model), tp)
     return make_plan(
@@ -82,7 +119,36 @@ def plan_for(
         context=context,
         constraints=constraint_pairs(constraints),
         run_tp=run_tp[0] if run_tp else None,
+        rank_memory=rank_memory,
     ).plan
+
+
+def expert_options(command: Command) -> Command:
+    """--experts, --expert-cache and --expert-load: see ExpertOptions.parse."""
+    for option in reversed(
+        (
+            click.option(
+                "--experts",
+                type=click.Choice(KINDS),
+                help="Where routed experts are and who computes them: resident (on the device), offload (in host "
+                "memory, computed on the device through a cache), cpu (by CPU threads), hybrid (cached ones on the "
+                "device, the others on the CPU), auto (measured). Default: resident; with --expert-cache, offload.",
+            ),
+            click.option(
+                "--expert-cache",
+                metavar="COUNT|RATE|auto",
+                help="Experts of each layer in the device's cache: how many (48), or which part (0.25 or 25%), or as "
+                "many as there is room for.",
+            ),
+            click.option(
+                "--expert-load",
+                type=click.Choice(LOADS),
+                help="Read experts one at a time, or on all of a rank's threads (default).",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
 
 
 def planning(executor_default: str) -> Callable[[Command], Command]:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 import msgspec
 
-from oddrank.cli.options import Sizes, constraint_pairs, planning
+from oddrank.cli.options import RANK_MEMORY, Memory, Sizes, constraint_pairs, planning
 from oddrank.errors import OddrankError
 
 
@@ -17,6 +17,12 @@ from oddrank.errors import OddrankError
     "--tp", "sizes", type=Sizes(many=True), required=True, help="Ranks: 3; or several sizes, 1-16 or 2,3,5."
 )
 @planning("runtime")
+@RANK_MEMORY
+@click.option(
+    "--memory",
+    type=Memory(),
+    help="Memory of every rank in GiB: how many tokens of KV cache then fit beside the weights.",
+)
 @click.option("--run-tp", type=Sizes(), help="Ranks the plan will run on, where that is not --tp.")
 @click.option(
     "--drafter", type=click.Path(), help="A speculative drafter to plan with MODEL, so that their KV caches agree."
@@ -29,6 +35,8 @@ def command(
     layout: str,
     context: int,
     constraints: tuple[str, ...],
+    rank_memory: list[float] | None,
+    memory: list[float] | None,
     run_tp: list[int] | None,
     drafter: str | None,
     as_json: bool,
@@ -44,6 +52,10 @@ def command(
     from oddrank.planner import plan_subject, plan_with_drafter, study
     from oddrank.report import describe
 
+    if memory is not None and rank_memory is not None:
+        raise OddrankError("--rank-memory says what every rank has, and so does --memory. Leave out one.")
+    if memory is not None and len(sizes) > 1:
+        raise OddrankError("--memory is for one size of --tp, not several.")
     subject = study(Checkpoint.open(model))
     wanted = Constraints.parse(constraint_pairs(constraints), subject.model)
 
@@ -55,6 +67,7 @@ def command(
             context=context,
             constraints=wanted,
             run_tp=run_tp[0] if run_tp else None,
+            shares=None if rank_memory is None else tuple(rank_memory),
         )
 
     if len(sizes) == 1:
@@ -62,7 +75,8 @@ def command(
             every = [plan_subject(subject, request(sizes[0]))]
         else:
             every = [*plan_with_drafter(subject, study(Checkpoint.open(drafter)), request(sizes[0]))]
-        reports = [{**describe(p.solution, p.census, p.checks), "plan": p.plan} for p in every]
+        known = [memory[0]] * sizes[0] if memory else None
+        reports = [{**describe(p.solution, p.census, p.checks, known), "plan": p.plan} for p in every]
         if as_json:
             click.echo(msgspec.json.encode({**reports[0], "drafter": reports[1]} if drafter else reports[0]))
         else:

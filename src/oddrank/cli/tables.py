@@ -65,6 +65,8 @@ def show_plan(report: dict[str, Any]) -> None:
             f"state    {amount(state['stock_bytes_per_request'])} per request stock, "
             f"{amount(max(state['per_rank_bytes_per_request']))} per request on the fullest rank"
         )
+    if report["capacity"] is not None:
+        out.print(room_line(report))
     stored = ", ".join(f"{n} {name}" for name, n in report["formats"].items())
     out.print(f"matrices {stored}" + "".join(f"; {k} in blocks of {v}" for k, v in report["refined"].items()))
     virtual = report["executor"] == "vllm"
@@ -91,6 +93,18 @@ def show_plan(report: dict[str, Any]) -> None:
         out.print(other)
     for check in report["proof"]["checks"]:
         out.print(f"[green]proved[/]   {check['name']}: {check['detail']}")
+
+
+def room_line(report: dict[str, Any]) -> str:
+    """Memory, weights and KV cache of every rank, where the memory is known."""
+    room, sizes = report["capacity"], report["bytes"]["per_rank"]
+    gib = " / ".join(f"{g:g}" for g in room["memory_gib"])
+    weights = " / ".join(amount(n) for n in sizes)
+    if not room["fits"]:
+        full = next(r for r, tokens in enumerate(room["per_rank_tokens"]) if tokens == 0)
+        return f"[yellow]memory   {gib} GiB: rank {full} has no room for KV cache beside its {amount(sizes[full])}[/]"
+    tokens = "no limit" if room["tokens"] is None else f"{room['tokens']} tokens of KV cache"
+    return f"memory   {gib} GiB: weights {weights}, then {tokens} (a tenth kept back)"
 
 
 def show_sizes(name: str, executor: str, lines: list[dict[str, Any]]) -> None:

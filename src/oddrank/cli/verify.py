@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from oddrank.cli.options import Sizes, plan_for
+from oddrank.cli.options import RANK_MEMORY, Sizes, expert_options, plan_for
 from oddrank.errors import CheckFailedError, OddrankError
 from oddrank.layout.solver import DEFAULT_CONTEXT
+from oddrank.runtime.expert_options import ExpertOptions
 
 if TYPE_CHECKING:
     from oddrank.verify.verify import Verdict
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 )
 @click.option("--layout", type=click.Choice(("auto", "ragged", "pad", "replicate")), default="auto", show_default=True)
 @click.option("--constraint", "constraints", multiple=True, metavar="K=V", help="As for `oddrank plan`.")
+@RANK_MEMORY
+@expert_options
 @click.option("--run-tp", type=Sizes(), help="Run the plans for --tp ranks on this many instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -41,6 +44,10 @@ def command(
     only: str | None,
     layout: str,
     constraints: tuple[str, ...],
+    rank_memory: list[float] | None,
+    experts: str | None,
+    expert_cache: str | None,
+    expert_load: str | None,
     run_tp: list[int] | None,
     as_json: bool,
 ) -> None:
@@ -52,12 +59,15 @@ def command(
     from oddrank.checkpoint import Checkpoint
     from oddrank.planner import not_served, study
 
-    if layout == "ragged" and only == "padded":
-        raise OddrankError("a ragged layout has no padded checkpoint; choose --layout pad, replicate or auto.")
+    ragged = layout == "ragged" or len(set(rank_memory or ())) > 1
+    if ragged and only == "padded":
+        asked = "a ragged layout" if layout == "ragged" else "--rank-memory"
+        raise OddrankError(f"{asked} has no padded checkpoint; choose --layout pad, replicate or auto.")
+    chosen = ExpertOptions.parse(experts, expert_cache, expert_load)
     vocab = study(Checkpoint.open(model)).model.axis("vocab").count
     plans = {}
     for what, executor in (("runtime", "runtime"), ("padded", "vllm")):
-        if only in (None, what) and not (layout == "ragged" and what == "padded"):
+        if only in (None, what) and not (ragged and what == "padded"):
             plans[what] = plan_for(
                 model,
                 sizes[0],
@@ -66,8 +76,12 @@ def command(
                 context=DEFAULT_CONTEXT,
                 constraints=constraints,
                 run_tp=run_tp,
+                rank_memory=rank_memory,
             )
+    if chosen != ExpertOptions() and "runtime" not in plans:
+        raise OddrankError("--experts and its like are the runtime's, which --only padded leaves out.")
     if "runtime" in plans:
+        chosen.check(plans["runtime"].model)
         why = not_served(plans["runtime"])
         if why is not None:
             raise OddrankError(f"{plans['runtime'].name}: {why} `--only padded` verifies the padded checkpoint.")
@@ -91,7 +105,7 @@ def command(
         ) from None
     verdicts: list[Verdict] = []
     if "runtime" in plans:
-        verdicts.append(verify_runtime(model, plans["runtime"], ids, reference, dtype))
+        verdicts.append(verify_runtime(model, plans["runtime"], ids, reference, dtype, chosen))
     if "padded" in plans:
         verdicts.append(verify_padded(model, plans["padded"], ids, reference, dtype))
     ok = all(v.ok for v in verdicts)

@@ -41,7 +41,11 @@ Command = Callable[[Sequence[str]], str]
 def run_oddrank(arguments: Sequence[str]) -> str:
     """Runs the command line in a process of its own; OddrankError with its last words if it fails."""
     command = [sys.executable, "-m", "oddrank", *arguments]
-    environment = {**os.environ, "COLUMNS": str(shutil.get_terminal_size().columns)}
+    environment = {
+        "ODDRANK_LOG": "warning",  # an error's last words are its own
+        **os.environ,
+        "COLUMNS": str(shutil.get_terminal_size().columns),
+    }
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         said = done.stderr.strip() or done.stdout.strip() or "it said nothing"

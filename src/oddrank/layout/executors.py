@@ -22,7 +22,8 @@ class Executor(msgspec.Struct, frozen=True):
     vocab_multiple: rows per rank, padded in the executor's own buffers; 0 = it cuts the vocabulary anywhere.
     copies_kv: makes KV copies itself where the ranks are a multiple of the KV heads.
     finest_block: the smallest block of scales its kernels take where they take a finer one than stored; 0 = none.
-    families, formats: what it has models and kernels for; empty = not known here (an engine of its own).
+    families, formats: what it has models and kernels for (formats by kind, the first word of their names); empty = not
+        known here (an engine of its own).
     reader: whose classes read the changed config.
     handles: crosstalk operations it computes over the real units of all ranks.
     """
@@ -55,8 +56,8 @@ RUNTIME = Executor(
     copies_kv=False,
     reader="transformers",
     finest_block=64,
-    families=("llama", "mistral", "qwen2", "qwen3"),
-    formats=("dense",),
+    families=("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe"),
+    formats=("dense", "fp8", "mxfp4", "nvfp4"),
     handles=("rms_norm", "slopes", "top_k"),
 )
 EXECUTORS: Mapping[str, Executor] = {e.name: e for e in (RUNTIME, VLLM)}

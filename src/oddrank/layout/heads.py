@@ -91,40 +91,59 @@ def engine_copies(p: PairSizes, ranks: int) -> Candidate:
 
 
 def ragged(p: PairSizes, ranks: int, shares: Sequence[float] | None = None) -> Candidate | None:
-    """Followers cut evenly in order; each rank holds the leaders its followers read, with an explicit map.
+    """Followers cut in order, evenly or by `shares`; each rank holds the leaders its followers read, with an explicit
+    map.
 
-    Where the followers do not divide, some ranks take one unit fewer; which ones is chosen so that the fullest
-    rank touches the fewest leaders, then so that the fewest are stored in all. None where there are fewer units
-    than ranks.
+    Where the followers do not divide, some ranks take one unit fewer; which ones is chosen so that the rank that is
+    fullest for its share touches the fewest leaders, then so that the fewest are stored in all. None where there are
+    fewer units than ranks.
     """
     units = -(-p.followers // p.follower_unit)
     if units < ranks:
         return None
     if shares is None:
-        bounds = _even_bounds(p, ranks, units)
+        sizes = [range(1, -(-units // ranks) + 1)] * ranks
     else:
-        bounds = np.cumsum([0, *apportion(units, ranks, shares)]).tolist()
-    return _cut(p, [min(b * p.follower_unit, p.followers) for b in bounds], "ragged")
+        exact = [units * share / sum(shares) for share in shares]
+        given = apportion(units, ranks, shares)
+        sizes = [
+            range(max(1, min(n, math.floor(x))), max(n, math.ceil(x)) + 1) for n, x in zip(given, exact, strict=True)
+        ]
+    return _cut(p, _in_elements(p, _fewest_leaders(p, units, sizes, shares or (1.0,) * ranks)), "ragged")
 
 
-_Score = tuple[int, int, int]
+def nearest(p: PairSizes, ranks: int, shares: Sequence[float]) -> Candidate | None:
+    """As `ragged`, every rank as near to its share as whole units allow, wherever that cuts. None where there are
+    fewer units than ranks."""
+    units = -(-p.followers // p.follower_unit)
+    if units < ranks:
+        return None
+    return _cut(p, _in_elements(p, [0, *itertools.accumulate(apportion(units, ranks, shares))]), "ragged")
 
 
-def _even_bounds(p: PairSizes, ranks: int, units: int) -> list[int]:
-    """Cut positions in units, none of the parts larger than an even cut's largest: the smallest by
-    (most leaders touched, leaders stored in all, sum of squared sizes), by dynamic programming over the ranks."""
-    most = -(-units // ranks)
+def _in_elements(p: PairSizes, bounds: Sequence[int]) -> list[int]:
+    return [min(b * p.follower_unit, p.followers) for b in bounds]
+
+
+_Score = tuple[float, int, float]
+
+
+def _fewest_leaders(p: PairSizes, units: int, sizes: Sequence[range], shares: Sequence[float]) -> list[int]:
+    """Cut positions in units, each part of one of its rank's `sizes`: the smallest by (most leaders touched for a
+    share, leaders stored in all, sum of squared sizes over shares), by dynamic programming over the ranks."""
     best: dict[int, tuple[_Score, list[int]]] = {0: ((0, 0, 0), [0])}
-    for rank in range(ranks):
+    for rank, allowed in enumerate(sizes):
         reached: dict[int, tuple[_Score, list[int]]] = {}
-        left = ranks - rank - 1
+        least = sum(later[0] for later in sizes[rank + 1 :])
+        most = sum(later[-1] for later in sizes[rank + 1 :])
         for start, ((touched, stored, squares), cuts) in best.items():
-            for stop in range(start + 1, min(start + most, units - left) + 1):
-                if units - stop > left * most:
+            for size in allowed:
+                stop = start + size
+                if not least <= units - stop <= most:
                     continue
                 first, last = _leaders(p, start * p.follower_unit, min(stop * p.follower_unit, p.followers))
                 count = last - first
-                score = (max(touched, count), stored + count, squares + (stop - start) ** 2)
+                score = (max(touched, count / shares[rank]), stored + count, squares + size**2 / shares[rank])
                 cut = [*cuts, stop]
                 # of equally good cuts, the one with its larger parts first
                 if stop not in reached or (score, [-c for c in cut]) < (

@@ -100,16 +100,26 @@ def even_pairing(follower: Layout, leader: Layout) -> Pairing:
 
 
 def apportion(total: int, ranks: int, shares: Sequence[float] | None = None) -> list[int]:
-    """Whole units to ranks, in proportion to `shares` (equal by default), largest remainders first; every rank
-    gets at least one where there are enough."""
-    weights = [1.0] * ranks if shares is None else list(shares)
-    scale = total / sum(weights)
-    exact = [w * scale for w in weights]
+    """Whole units to ranks, in proportion to `shares` (equal by default): each gets its part rounded down or up, up
+    where that overfills a rank the least for its share. Every rank gets at least one where there are enough."""
+    weights = [1.0 / ranks] * ranks if shares is None else [share / sum(shares) for share in shares]
+    exact = [w * total for w in weights]
     given = [int(x) for x in exact]
-    order = sorted(range(ranks), key=lambda i: (-(exact[i] - given[i]), i))
+    overfull = [round((n + 1) / w, 9) for n, w in zip(given, weights, strict=True)]
+    order = sorted(range(ranks), key=lambda i: (overfull[i], given[i] - exact[i], i))
     for i in order[: total - sum(given)]:
         given[i] += 1
     while total >= ranks and 0 in given:
         given[given.index(max(given))] -= 1
         given[given.index(0)] += 1
     return given
+
+
+def fullest(total: int, ranks: int, unit: int, shares: Sequence[float] | None = None) -> float:
+    """Elements of the rank that is fullest for its share, when `total` of them are dealt in whole units: as many as it
+    would have if its share were an equal one."""
+    units = -(-total // unit)
+    if shares is None:
+        return -(-units // ranks) * unit
+    mean = sum(shares) / ranks
+    return max(n * unit * mean / share for n, share in zip(apportion(units, ranks, shares), shares, strict=True))

@@ -38,6 +38,7 @@ class Plan(msgspec.Struct, frozen=True):
     layouts: one per axis. pairings: one per pair. owners: role pattern of a replicated term that joins a sum ->
         the one rank that adds it.
     refined: axis (or "*") -> the finer block in which scales along it are rewritten, see storage.target_block.
+    shares: the ranks' memory in GiB, by whose proportions the layouts were cut; empty where none was told.
     constraints, context, kv_itemsize (bytes per KV-cache element): what the plan was made under.
     """
 
@@ -55,6 +56,7 @@ class Plan(msgspec.Struct, frozen=True):
     context: int
     kv_itemsize: int
     refined: tuple[tuple[str, int], ...] = ()
+    shares: tuple[float, ...] = ()
     version: int = VERSION
 
     # -- what a rank holds ---------------------------------------------------------------------------------
@@ -130,12 +132,14 @@ class Plan(msgspec.Struct, frozen=True):
                 f"divides {self.tp} ({', '.join(str(m) for m in range(1, self.tp + 1) if self.tp % m == 0)})."
             )
         owners = tuple((name, rank * ranks // self.tp) for name, rank in self.owners)
+        by = self.tp // ranks
         return msgspec.structs.replace(
             self,
             tp=ranks,
             layouts=layouts,
             pairings=pairings,
             owners=owners,
+            shares=tuple(sum(self.shares[i : i + by]) for i in range(0, self.tp, by)) if self.shares else (),
             constraints=Constraints(),  # the user's were about the planned size
         )
 

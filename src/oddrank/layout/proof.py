@@ -219,6 +219,11 @@ def storage(plan: Plan) -> str:
 def executor(plan: Plan) -> str:
     """The executor's own constraints, and the user's."""
     facts = plan.executor_facts()
+    if facts.equal_ranks and len(set(plan.shares)) > 1:
+        raise _FoundError(
+            f"the plan is for ranks of unequal memory ({', '.join(f'{s:g}' for s in plan.shares)} GiB), and "
+            f"{facts.name} gives every rank the same. The runtime executor runs such a plan."
+        )
     _engine_axes(plan)
     if facts.equal_ranks:
         for layout in plan.layouts:

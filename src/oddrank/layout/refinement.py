@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from oddrank.errors import OddrankError
 from oddrank.geometry import Model, Slots
 from oddrank.layout.census import Use, use_parts
-from oddrank.layout.layouts import Layout
+from oddrank.layout.layouts import Layout, fullest
 from oddrank.layout.storage import storage_problem, units
 
 WORTH = 1.05
@@ -40,10 +40,21 @@ class Refinement:
     """The units of a model's axes with its blocks as stored (`coarse`) and at the finest its executor takes (`fine`).
 
     finest: that block, 0 = no refinement. forced: rewrite every scale in that block, whatever the layout needs.
+    shares: of unequal ranks.
     """
 
-    def __init__(self, model: Model, uses: Iterable[Use], ranks: int, finest: int, *, forced: bool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        uses: Iterable[Use],
+        ranks: int,
+        finest: int,
+        *,
+        forced: bool,
+        shares: Sequence[float] | None = None,
+    ) -> None:
         self.model, self.uses, self.ranks, self.finest, self.forced = model, tuple(uses), ranks, finest, forced
+        self.shares = shares
         self.coarse = units(model, self.uses)
         self.fine = units(model, self.uses, finest)
         self.everywhere: dict[str, int] = {"*": finest} if finest else {}
@@ -56,7 +67,9 @@ class Refinement:
         if total is not None:
             return coarse if total % (self.ranks * coarse) == 0 else fine
         count = self.model.axis(axis).count
-        largest = [-(-count // (self.ranks * u)) * u for u in (coarse, fine)]
+        if self.shares is not None and -(-count // coarse) < self.ranks:
+            return fine  # some ranks would have nothing
+        largest = [fullest(count, self.ranks, u, self.shares) for u in (coarse, fine)]
         return coarse if largest[0] <= WORTH * largest[1] else fine
 
     def needed_by(self, layouts: Mapping[str, Layout]) -> tuple[tuple[str, int], ...]:

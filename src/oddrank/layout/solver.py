@@ -22,6 +22,7 @@ from oddrank.layout.executors import EXECUTORS, Constraints, Executor
 from oddrank.layout.layouts import Layout, apportion
 from oddrank.layout.plan import Plan
 from oddrank.layout.refinement import Refinement, require_block
+from oddrank.layout.shares import require_large_enough, require_shares
 from oddrank.layout.storage import storage_problem
 
 LAYOUTS = ("auto", "ragged", "pad", "replicate")
@@ -37,8 +38,9 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to plan for. shares: relative sizes of unequal ranks (None = equal). run_tp: the size the plan will
-    be run at, where that is not `tp`. kv_itemsize: bytes per KV-cache element."""
+    """What to plan for. shares: the ranks' memory, GiB, where it is known; only its proportions shape the plan (None:
+    equal ranks). run_tp: the size the plan will be run at, where that is not `tp`. kv_itemsize: bytes per KV-cache
+    element."""
 
     tp: int
     executor: str = "runtime"
@@ -71,10 +73,22 @@ def solve(model: Model, census: Census, request: Request, *, name: str, config_d
             f"the {facts.name} executor gives every rank the same number of heads, so it cannot run a ragged "
             "layout. Use --layout pad or replicate, or --executor runtime."
         )
+    memory = request.shares
+    if memory is not None:
+        require_shares(memory, request.tp, request.executor, request.layout, request.constraints)
+        if len(set(memory)) == 1:
+            request = msgspec.structs.replace(request, shares=None)
     block = request.constraints.block
     if block is not None:
         require_block(model, census.uses, block)
-    refinement = Refinement(model, census.uses, request.tp, block or facts.finest_block, forced=block is not None)
+    refinement = Refinement(
+        model,
+        census.uses,
+        request.tp,
+        block or facts.finest_block,
+        forced=block is not None,
+        shares=request.shares,
+    )
     _enough_units(model, refinement.fine, request.tp)
     solver = _Solver(model, census, request, facts, refinement)
     paired = {a for p in model.pairs for a in (p.follower, p.leader)}
@@ -89,7 +103,7 @@ def solve(model: Model, census: Census, request: Request, *, name: str, config_d
         uses=census.uses,
         tp=request.tp,
         executor=facts.name,
-        kind=_kind(picked, model, facts),
+        kind="weighted" if request.shares else _kind(picked, facts),
         layouts=tuple(layouts[a.name] for a in model.axes),
         pairings=tuple(p for c in picked for p in c.pairings),
         owners=tuple((r.name, 0) for r in model.roles if r.joins is not None),
@@ -97,13 +111,16 @@ def solve(model: Model, census: Census, request: Request, *, name: str, config_d
         context=request.context,
         kv_itemsize=request.kv_itemsize,
         refined=refinement.needed_by(layouts),
+        shares=memory or (),
     )
+    if request.shares is not None:
+        require_large_enough(plan)
     if request.run_tp is not None:
         plan = plan.at(request.run_tp)
     return Solution(plan, tuple(groups))
 
 
-def _kind(picked: list[Candidate], model: Model, facts: Executor) -> str:
+def _kind(picked: list[Candidate], facts: Executor) -> str:
     """What the whole plan is called: identity where nothing is changed, else what its head pair is called."""
     unchanged = ("identity", "even")
     if all(c.kind in unchanged for c in picked):
@@ -161,7 +178,12 @@ class _Solver:
             if served is not None and self._fits(served, is_kv, gqa):
                 return self._choose([served], None)
         elif layout in ("auto", "ragged"):
-            cuts = (heads.ragged(sizes, tp, self.request.shares), heads.whole_groups(sizes, tp, self.request.shares))
+            shares = self.request.shares
+            cuts = [heads.ragged(sizes, tp, shares)]
+            if shares is None or layout == "auto":
+                cuts.append(heads.whole_groups(sizes, tp, shares))
+            if shares is not None:
+                cuts.append(heads.nearest(sizes, tp, shares))
             found += [c for c in cuts if c is not None]
         asked = {sizes.follower, sizes.leader} & {*self.want.exact, *self.want.multiple}
         if self.facts.equal_ranks or layout in ("pad", "replicate") or gqa or asked or (is_kv and self.want.kv_bytes):
@@ -176,7 +198,7 @@ class _Solver:
         if layout == "pad":
             padded = [c for c in fitting if c.gqa is not None and c.gqa >= sizes.ratio] or fitting
             prefer = min(padded, key=lambda c: c.totals())
-        elif layout == "ragged":
+        elif layout == "ragged" and self.request.shares is None:
             prefer = next((c for c in fitting if c.kind != "groups"), None)
         elif layout == "replicate":
             uniform = [c for c in fitting if c.gqa is not None]
@@ -285,14 +307,20 @@ class _Solver:
             candidate = None
             if total is None or total % step == 0:
                 candidate = widths.engine_vocab(axis.name, axis.count, tp, rows, total)
+        elif multiple and axis.count % multiple and self.request.shares is not None:
+            raise OddrankError(
+                f"constraint {axis.name}_multiple={multiple} pads the {axis.count} {axis.name} with dummies, which "
+                "ranks of unequal memory have no use for. Leave it out, or --rank-memory."
+            )
         elif self.facts.equal_ranks or exact is not None or (multiple and axis.count % multiple):
             # a width that is no multiple needs dummies to be one on every rank
             candidate = self._equal_width(axis, unit, exact, multiple)
         else:
             preferred = self.facts.width_multiple if axis.kind != "heads" else 1
             cut = math.lcm(unit, multiple or 1)
-            cut = cut if multiple else widths.aligned_unit(axis.count, tp, unit, preferred)
-            candidate = widths.ragged(axis.name, axis.count, tp, cut, self.request.shares)
+            cut = cut if multiple else widths.aligned_unit(axis.count, tp, unit, preferred, self.request.shares)
+            weighted = self.request.shares is not None
+            candidate = widths.ragged(axis.name, axis.count, tp, cut, self.request.shares, empty=weighted)
             if candidate is None:  # fewer of the user's multiples than ranks
                 candidate = self._equal_width(axis, unit, exact, multiple)
         if candidate is None or not self._storable(candidate):

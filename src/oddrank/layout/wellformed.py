@@ -46,6 +46,8 @@ def faults(plan: Plan) -> Iterator[str]:
     for name, block in plan.refined:
         if block < 1 or name not in (*names, "*"):
             yield f"it refines {name} to blocks of {block}"
+    if plan.shares and (len(plan.shares) != plan.tp or not all(0 < share < float("inf") for share in plan.shares)):
+        yield f"its shares are {', '.join(f'{share:g}' for share in plan.shares)}, for {plan.tp} ranks"
     constrained = {*plan.constraints.exact, *plan.constraints.multiple}
     if not constrained <= set(names):
         yield f"it constrains {', '.join(sorted(constrained - set(names)))}, which the model has not"

@@ -9,17 +9,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from oddrank.layout.candidate import Candidate
-from oddrank.layout.layouts import DUMMY, Layout, apportion
+from oddrank.layout.layouts import DUMMY, Layout, apportion, fullest
 
 
-def aligned_unit(width: int, ranks: int, unit: int, preferred: int) -> int:
+def aligned_unit(
+    width: int, ranks: int, unit: int, preferred: int, shares: Sequence[float] | None = None
+) -> int:
     """The unit to cut in: kernels like ranks of `preferred` channels' multiples, so take the largest power-of-two
-    fraction of it that makes the widest rank at most 5% wider than `unit` alone would."""
-    best = -(-width // (ranks * unit)) * unit
+    fraction of it that makes the widest rank at most 5% wider than `unit` alone would (2%, for its share, where that
+    is how much memory it has)."""
+    best, slack = fullest(width, ranks, unit, shares), 1.05 if shares is None else 1.02
     multiple = preferred
     while multiple > 1:
         u = math.lcm(unit, multiple)
-        if -(-width // (ranks * u)) * u <= 1.05 * best and width >= ranks * u:
+        if fullest(width, ranks, u, shares) <= slack * best and width >= ranks * u:
             return u
         multiple //= 2
     return unit
@@ -54,11 +57,12 @@ def padded(axis: str, width: int, ranks: int, unit: int, total: int | None = Non
 
 
 def ragged(
-    axis: str, width: int, ranks: int, unit: int, shares: Sequence[float] | None = None
+    axis: str, width: int, ranks: int, unit: int, shares: Sequence[float] | None = None, *, empty: bool = False
 ) -> Candidate | None:
-    """Whole units to ranks, some with one more; no dummies. None where there are fewer units than ranks."""
+    """Whole units to ranks, some with one more; no dummies. Where there are fewer units than ranks some have none, with
+    `empty`; else the answer is None."""
     units = -(-width // unit)
-    if units < ranks:
+    if units < ranks and not empty:
         return None
     bounds = np.minimum(np.cumsum([0, *apportion(units, ranks, shares)]) * unit, width)
     layout = Layout.of(axis, [range(a, b) for a, b in itertools.pairwise(bounds)])

@@ -1,4 +1,4 @@
-"""The keys and values of the tokens seen so far."""
+"""What a model keeps of the tokens seen so far: keys and values, and the states of layers that keep none."""
 
 from typing import NamedTuple
 
@@ -23,11 +23,45 @@ class LayerView(NamedTuple):
     values: Tensor
 
 
+class States:
+    """What layers of linear attention keep of a sequence, whatever its length.
+
+    inputs: [layers, slots, *shape], the last inputs of a short convolution. memory: [layers, slots, heads, key width,
+    value width], in fp32 or wider.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        inputs: tuple[int, int],
+        dtype: torch.dtype,
+        memory: tuple[int, int, int],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        wide = torch.promote_types(dtype, torch.float32)
+        self.inputs = torch.zeros(layers, slots, *inputs, dtype=dtype, device=device)
+        self.memory = torch.zeros(layers, slots, *memory, dtype=wide, device=device)
+
+    def nbytes(self) -> int:
+        return self.inputs.nbytes + self.memory.nbytes
+
+    def clear(self, slots: list[int]) -> None:
+        """Nothing seen yet in these slots."""
+        self.inputs[:, slots] = 0
+        self.memory[:, slots] = 0
+
+    def move(self, source: int, target: int) -> None:
+        self.inputs[:, target] = self.inputs[:, source]
+        self.memory[:, target] = self.memory[:, source]
+
+
 class KVCache:
     """Keys and values of a batch of sequences: [layers, slots, 2 * kv_heads, capacity, head_dim], keys first.
 
     A slot belongs to one sequence. A head's keys lie together, so that decoding reads them in one sweep.
     What `reserve` asks for beyond what was used costs no memory until it is written to.
+    states: of the layers that have no keys and values; `layers` does not count those.
     """
 
     def __init__(
@@ -38,8 +72,10 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        states: States | None = None,
     ) -> None:
         self.layers, self.slots, self.kv_heads, self.head_dim = layers, slots, kv_heads, head_dim
+        self.states = states
         self.half = dtype.itemsize == 2
         self.capacity = 0
         self._buffer = torch.empty(layers, slots, 2 * kv_heads, 0, head_dim, dtype=dtype, device=device)
@@ -49,7 +85,14 @@ class KVCache:
         return self._buffer.dtype
 
     def nbytes(self) -> int:
-        return self._buffer.nbytes
+        return self._buffer.nbytes + (0 if self.states is None else self.states.nbytes())
+
+    def begin(self, step: Step) -> None:
+        """Make ready for a step: room for its tokens, and no states left where a sequence starts."""
+        self.reserve(step.longest)
+        fresh = [s.slot for s in step.segments if s.past == 0]
+        if self.states is not None and fresh:
+            self.states.clear(fresh)
 
     def layer(self, index: int) -> Tensor:
         """[slots, 2 * kv_heads, capacity, head_dim]."""
@@ -66,8 +109,10 @@ class KVCache:
         self._buffer, self.capacity = new, capacity
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Give slot `target` the first `length` tokens of slot `source`."""
+        """Give slot `target` the sequence in slot `source`, of `length` tokens."""
         self._buffer[:, target, :, :length] = self._buffer[:, source, :, :length]
+        if self.states is not None:
+            self.states.move(source, target)
 
     def views(self, step: Step, window: int | None) -> list[LayerView]:
         """Every layer's view for a decode step of one sequence: made for all layers at once, and once a step."""

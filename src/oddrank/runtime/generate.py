@@ -13,6 +13,7 @@ from oddrank.checkpoint.config import ConfigView
 from oddrank.checkpoint.jsonfile import read_object
 from oddrank.errors import OddrankError
 from oddrank.layout.plan import Plan
+from oddrank.runtime.expert_options import ExpertOptions
 from oddrank.runtime.parallel.launch import Ranks
 from oddrank.runtime.request import Completion, Loaded, Sampling, Timings
 
@@ -26,9 +27,10 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": 
 
 
 class TextOutput(msgspec.Struct, frozen=True):
-    """One prompt's continuation. text: without special tokens. finish: "stop" or "length"."""
+    """One prompt's continuation. text: without special tokens; None where the model has no tokenizer. finish: "stop" or
+    "length"."""
 
-    text: str
+    text: str | None
     token_ids: list[int]
     finish: str
     prompt_tokens: int
@@ -55,8 +57,9 @@ class Session:
     """A model that runs: rank processes with their slices loaded. Use it in a `with` block.
 
     model: a model directory. plan: what its ranks hold (`plan.tp` of them). dtype: "bf16", "fp16", "fp32",
-    "fp64"; None: what the config says. threads: of each rank, by default its share of the cores.
+    "fp64"; None: what the config says. threads: of each rank, by default one a core of its slice.
     slots: sequences decoded together at most. chunk: prompt tokens a prefill step takes at most.
+    experts: where routed experts are and who computes them.
     OddrankError for whatever goes wrong on any rank, naming it.
     """
 
@@ -70,14 +73,16 @@ class Session:
         threads: int | None = None,
         slots: int = 16,
         chunk: int = 1024,
+        experts: ExpertOptions = ExpertOptions(),  # noqa: B008 (immutable)
     ) -> None:
         from oddrank.runtime.worker import Job, serve
 
+        experts.check(plan.model)
         checkpoint = Checkpoint.open(model)
         self.tp, self.path = plan.tp, checkpoint.path
         self.dtype = dtype or default_dtype(checkpoint)
         self.eos = end_tokens(checkpoint)
-        job = Job(str(checkpoint.path), plan.to_json(), self.dtype, self.eos, slots, chunk)
+        job = Job(str(checkpoint.path), plan.to_json(), self.dtype, self.eos, slots, chunk, experts)
         self._start = time.perf_counter()
         self.load_seconds = 0.0
         self._loaded: list[Loaded] = []
@@ -139,7 +144,7 @@ class Session:
 def generate(
     model: str | os.PathLike[str],
     plan: Plan,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Sequence[str | Sequence[int]],
     sampling: Sampling | None = None,
     *,
     chat: bool = False,
@@ -148,13 +153,16 @@ def generate(
     device: str = "cpu",
     threads: int | None = None,
     slots: int = 16,
+    experts: ExpertOptions = ExpertOptions(),  # noqa: B008 (immutable)
 ) -> Generation:
     """Start the ranks, load, continue the prompts, end the ranks. See `Session` for the options.
 
-    prompts: texts, or token ids. chat: each text is a user's message, put in the model's chat template.
+    prompts: texts, or token ids (which need no tokenizer, and get no text where there is none). chat: each text is a
+    user's message, put in the model's chat template.
     """
-    with Session(model, plan, dtype=dtype, device=device, threads=threads, slots=slots) as session:
-        tokenizer = load_tokenizer(session.path)  # while the ranks load
+    with Session(model, plan, dtype=dtype, device=device, threads=threads, slots=slots, experts=experts) as session:
+        texts = any(isinstance(p, str) for p in prompts) or has_tokenizer(session.path)
+        tokenizer = load_tokenizer(session.path) if texts else None  # while the ranks load
         ids = [encode(tokenizer, p, chat=chat) if isinstance(p, str) else list(p) for p in prompts]
         streams = [TextStream(tokenizer) for _ in ids]
 
@@ -163,11 +171,15 @@ def generate(
             if piece and on_text is not None:
                 on_text(index, piece)
 
-        completions, timings = session.generate(ids, sampling, on_token if on_text is not None else None)
+        tell = on_token if on_text is not None and tokenizer is not None else None
+        completions, timings = session.generate(ids, sampling, tell)
         ranks = session.wait()
     outputs = [
         TextOutput(
-            tokenizer.decode(c.token_ids, skip_special_tokens=True), c.token_ids, c.finish, c.prompt_tokens
+            None if tokenizer is None else tokenizer.decode(c.token_ids, skip_special_tokens=True),
+            c.token_ids,
+            c.finish,
+            c.prompt_tokens,
         )
         for c in completions
     ]
@@ -225,6 +237,11 @@ class TextStream:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Is there anything of a tokenizer in the model directory?"""
+    return any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -3,6 +3,7 @@
 import msgspec
 
 from oddrank.errors import OddrankError
+from oddrank.layout.capacity import Room
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -69,9 +70,17 @@ class Loaded(msgspec.Struct, frozen=True):
 
     seconds: of copying the slice into the parameters. prepare_seconds: of bringing them into the form that the
     kernels take, where that was done by then (an engine does it when it starts: Timings.prepare_seconds).
+    skipped: optional parts of the checkpoint that the model does not run ("MTP", "vision") -> stored tensors not read.
+    experts: who computes the routed experts, in words; "" where the model has none.
+    room: the rank's memory and what a token of KV cache takes of it. cache_tokens: how many fit on every rank (None: no
+    rank keeps any); both are told once the ranks are started.
     """
 
     stored_bytes: int
     kept_bytes: int
     seconds: float
     prepare_seconds: float = 0.0
+    skipped: dict[str, int] = msgspec.field(default_factory=dict)
+    experts: str = ""
+    room: Room | None = None
+    cache_tokens: int | None = None

@@ -1,6 +1,7 @@
 """One rank of a running model: load the slice, then do what the launcher asks until it says stop."""
 
 import gc
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +14,19 @@ from oddrank.checkpoint import Checkpoint
 from oddrank.errors import OddrankError
 from oddrank.layout.plan import Plan
 from oddrank.runtime.engine import Engine
-from oddrank.runtime.loader import load
+from oddrank.runtime.experts import ExpertOptions, start_experts
+from oddrank.runtime.loader import load, prepare
 from oddrank.runtime.models import Llama, build_model
 from oddrank.runtime.models.llama import full_logits
 from oddrank.runtime.parallel.child import Link
 from oddrank.runtime.parallel.group import Group
 from oddrank.runtime.precision import Precision
+from oddrank.runtime.progress import load_bar
 from oddrank.runtime.request import Completion, Loaded, Sampling, Timings
+from oddrank.runtime.room import describe, measure_room, tokens_of_all
 from oddrank.transform.slice import RankSlice
+
+log = logging.getLogger(__name__)
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -32,6 +38,7 @@ class Job(msgspec.Struct, frozen=True):
     eos: tuple[int, ...]
     slots: int
     chunk: int
+    experts: ExpertOptions = ExpertOptions()
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -57,13 +64,26 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 def load_rank(
-    plan: Plan, checkpoint: Checkpoint, group: Group, precision: Precision
+    plan: Plan,
+    checkpoint: Checkpoint,
+    group: Group,
+    precision: Precision,
+    experts: ExpertOptions = ExpertOptions(),  # noqa: B008 (immutable)
 ) -> tuple[Llama, Loaded]:
     """Build this rank's model and copy its slice of `checkpoint` into it."""
     part = RankSlice(plan, checkpoint, group.rank)
     _refuse_false_tie(plan, checkpoint)
-    model = build_model(plan.model.family, checkpoint.config, part, group, precision)
-    return model, load(model, part, lambda name: checkpoint.release([name]), group.device)
+    model = build_model(plan.model.family, checkpoint.config, part, group, precision, experts)
+    with load_bar(part, group, tuple(model.WITHOUT)) as advance:
+
+        def read(name: str) -> None:
+            checkpoint.release([name])
+            advance(name)
+
+        loaded = load(model, part, read, group.device, model.WITHOUT)
+    if experts.kind == "auto":
+        prepare(model)  # what is measured is what will run
+    return model, msgspec.structs.replace(loaded, experts=start_experts(model))
 
 
 def _refuse_false_tie(plan: Plan, checkpoint: Checkpoint) -> None:
@@ -87,7 +107,13 @@ def serve(group: Group, link: Link, job: Job) -> Loaded:
     plan = Plan.from_json(job.plan)
     precision = Precision.of(job.dtype, group.device)
     with Checkpoint.open(job.model) as checkpoint:
-        model, loaded = load_rank(plan, checkpoint, group, precision)
+        model, loaded = load_rank(plan, checkpoint, group, precision, job.experts)
+    room = measure_room(model, plan, group)
+    together = tokens_of_all(room, group)
+    rate = loaded.stored_bytes / max(loaded.seconds, 1e-9) / 1e9
+    log.info("read %.1f MiB in %.1f s (%.2f GB/s)", loaded.stored_bytes / 2**20, loaded.seconds, rate)
+    log.info("%s", describe(room, together))
+    loaded = msgspec.structs.replace(loaded, room=room, cache_tokens=together)
     link.send(loaded)
     engine = Engine(model, job.eos, slots=job.slots, chunk=job.chunk)
     gc.collect()
@@ -116,13 +142,17 @@ def _answer(engine: Engine, request: Any, line: Link | None) -> Any:
 
 
 def local_logits(
-    plan: Plan, checkpoint: Checkpoint, token_ids: Sequence[int], dtype: str
+    plan: Plan,
+    checkpoint: Checkpoint,
+    token_ids: Sequence[int],
+    dtype: str,
+    experts: ExpertOptions = ExpertOptions(),  # noqa: B008 (immutable)
 ) -> Tensor:
     """Logits [tokens, vocab] of one sequence, all ranks in this process, in lockstep."""
     from oddrank.runtime.parallel.local import LocalGroup
 
     def rank(group: Group) -> Tensor:
-        model, _ = load_rank(plan, checkpoint, group, Precision.of(dtype, group.device))
+        model, _ = load_rank(plan, checkpoint, group, Precision.of(dtype, group.device), experts)
         return full_logits(model, list(token_ids))
 
     with torch.inference_mode():

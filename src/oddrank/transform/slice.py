@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from oddrank.checkpoint import Checkpoint
 from oddrank.errors import OddrankError
+from oddrank.formats.base import stem
 from oddrank.geometry.dims import IntArray
+from oddrank.layout.census import Use, use_instances, use_parts
 from oddrank.layout.plan import Plan
-from oddrank.transform.recipe import Words, apply, recipes
+from oddrank.layout.storage import target_part
+from oddrank.transform.recipe import Words, apply, apply_rows, recipes
+
+
+class StoredMatrix(NamedTuple):
+    """How a matrix is stored in a rank's slice. format: its name, see formats.format_named. names: the format's suffix
+    -> the stored tensor, of those that are there. blocks: suffix -> elements along (N, K) that one entry covers in
+    the slice, where scales may be finer than in the file; 0 = the whole dimension."""
+
+    format: str
+    names: dict[str, str]
+    blocks: dict[str, tuple[int, int]]
 
 
 class RankSlice:
@@ -24,6 +40,9 @@ class RankSlice:
         self._slots = plan.slots(rank)
         self._recipes = recipes(plan, self._slots)
         self._owners = {n: r for name, r in plan.owners for n in _instances(plan, name)}
+        self._uses = {name: use for use in plan.uses for name in map(stem, use_instances(plan.model, use))}
+        self._suffixes: dict[int, tuple[tuple[str, str, tuple[int, int]], ...]] = {}
+        self._groups = _groups(plan)
 
     def count(self, axis: str) -> int:
         """Local slots of an axis, dummies included."""
@@ -48,6 +67,29 @@ class RankSlice:
         """Stored tensors that have a role, in the order of the roles."""
         return list(self._recipes)
 
+    def matrix(self, name: str) -> StoredMatrix:
+        """How the linear layer `name` (without `.weight`), or the stack of experts `name`, is stored. KeyError for a
+        name that no stored matrix has."""
+        use = self._uses[name]
+        if id(use) not in self._suffixes:  # the plan keeps its uses, and thousands of experts share one
+            self._suffixes[id(use)] = tuple(self._parts(use))
+        known = self._suffixes[id(use)]
+        return StoredMatrix(use.format, {s: name + tail for s, tail, _ in known}, {s: block for s, _, block in known})
+
+    def _parts(self, use: Use) -> Iterator[tuple[str, str, tuple[int, int]]]:
+        """(the format's suffix, what it is appended to a stem as, its block) of what a use stores."""
+        role, refined = self.plan.model.roles[use.role], dict(self.plan.refined)
+        last = len(role.dims) - 1
+        for part, _ in use_parts(self.plan.model, use):
+            found = target_part(role, part, refined)
+            over = dict(zip(found.dims, found.blocks, strict=True))
+            n, k = part.stored.block
+            yield part.stored.suffix, part.suffix, (over.get(last - 1, n), over.get(last, k))
+
+    def part_of(self, name: str) -> str | None:
+        """The optional part of the model that a stored tensor belongs to ("MTP", "vision"); None for the model."""
+        return self._groups.get(name)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The local stored shape."""
         return self._recipes[name].shape
@@ -70,6 +112,23 @@ class RankSlice:
         if out.shape != recipe.shape:
             raise ValueError(f"{name}: out is {list(out.shape)}, the slice is {list(recipe.shape)}")
         apply(recipe, self._checkpoint.array(name), out)
+
+    def read_rows_into(self, name: str, start: int, out: Words) -> None:
+        """Copy rows start, start + 1, ... of the rank's part of a stored tensor into `out`, as many as it has."""
+        if self._checkpoint is None:
+            raise OddrankError(f"this slice has no checkpoint to read {name} from.")
+        apply_rows(self._recipes[name], self._checkpoint.array(name), start, out)
+
+
+def _groups(plan: Plan) -> dict[str, str]:
+    """Stored tensor -> optional part of the model, for those of such parts."""
+    found = {}
+    for use in plan.uses:
+        group = plan.model.roles[use.role].group
+        if group is not None:
+            for name in map(stem, use_instances(plan.model, use)):
+                found.update({name + part.suffix: group for part, _ in use_parts(plan.model, use)})
+    return found
 
 
 def _instances(plan: Plan, role_name: str) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from oddrank.errors import OddrankError
 from oddrank.verify.compare import Logits
+from oddrank.verify.decode import plain_state, quantization_of
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -17,17 +18,15 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 def transformers_logits(model: str | os.PathLike[str], prompts: Sequence[Sequence[int]], dtype: str) -> list[Logits]:
     """Logits at every position of every prompt (token ids), [tokens, vocab] each, by transformers in `dtype`.
 
+    Quantized weights are decoded to `dtype` first (see decode.py): the oracle quantizes no activations.
     Raises OddrankError where transformers cannot load the directory.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            os.fspath(model), dtype=getattr(torch, DTYPES[dtype]), local_files_only=True, attn_implementation="eager"
-        )
+        loaded = _load(os.fspath(model), getattr(torch, DTYPES[dtype]))
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         first = " ".join(str(error).split())[:400]
         raise OddrankError(f"transformers cannot load {model}, so nothing can be verified: {first}") from error
@@ -38,6 +37,34 @@ def transformers_logits(model: str | os.PathLike[str], prompts: Sequence[Sequenc
             out = loaded(torch.tensor([list(ids)]), use_cache=False)
             found.append(np.asarray(out.logits[0].double().numpy(), dtype=np.float64))
     return found
+
+
+def _load(model: str, dtype: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # plain loops: transformers' faster experts know no float64
+    options = {
+        "dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager", "output_loading_info": True,
+    }  # fmt: skip
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    quantization = quantization_of(config.to_dict())
+    if quantization is None:
+        loaded, info = AutoModelForCausalLM.from_pretrained(model, local_files_only=True, **options)
+    else:
+        cls = AutoModelForCausalLM._model_mapping[type(config)]
+        text = config if cls.config_class is type(config) else config.get_text_config()
+        for part in (config, text):
+            if hasattr(part, "quantization_config"):
+                del part.quantization_config
+        state = plain_state(model, quantization, dtype)
+        loaded, info = cls.from_pretrained(None, config=text, state_dict=state, **options)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise OddrankError(
+            f"transformers finds no weights for {len(missing)} tensors of {model} ({', '.join(missing[:3])}), so "
+            "nothing can be verified."
+        )
+    return loaded
 
 
 DEFAULT_TEXTS = (

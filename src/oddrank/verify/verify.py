@@ -13,6 +13,7 @@ import numpy as np
 from oddrank.checkpoint import Checkpoint
 from oddrank.errors import OddrankError
 from oddrank.layout.plan import Plan
+from oddrank.runtime.expert_options import ExpertOptions
 from oddrank.transform.pad import pad
 from oddrank.verify.compare import Comparison, Logits, compare
 from oddrank.verify.oracle import transformers_logits
@@ -34,12 +35,17 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verify_runtime(
-    model: str | os.PathLike[str], plan: Plan, prompts: Sequence[Sequence[int]], reference: Sequence[Logits], dtype: str
+    model: str | os.PathLike[str],
+    plan: Plan,
+    prompts: Sequence[Sequence[int]],
+    reference: Sequence[Logits],
+    dtype: str,
+    experts: ExpertOptions = ExpertOptions(),  # noqa: B008 (immutable)
 ) -> Verdict:
     """The runtime at `plan.tp` ranks, one process each."""
     from oddrank.runtime.generate import Session
 
-    with Session(model, plan, dtype=dtype) as session:
+    with Session(model, plan, dtype=dtype, experts=experts) as session:
         logits = [np.asarray(session.logits(ids).double().numpy(), dtype=np.float64) for ids in prompts]
     return _verdict("runtime", plan, reference, logits, dtype)
 

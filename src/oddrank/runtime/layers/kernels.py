@@ -1,4 +1,4 @@
-"""How a rank's matrix [N, K] is stored and multiplied by: one class a format, knowing nothing of ranks.
+"""How a rank's matrix [N, K] is held and multiplied by, knowing nothing of ranks. Here dense ones; others: stored.py.
 
 A placement (column, row, merged) asks a `WeightFormat` for the weight of a local matrix made of named parts and
 calls it. A format decides which stored tensors a part has, what it keeps of them, and which kernel multiplies.
@@ -26,7 +26,7 @@ _CONVERT_ELEMENTS = 1 << 20
 _SMALLEST, _LARGEST = 2.0**-10, torch.finfo(torch.float16).max
 """What the largest weight of a matrix must be between for it to be packed."""
 
-_THREADED_ELEMENTS = 1 << 21
+THREADED_ELEMENTS = 1 << 21
 """Matrices of fewer elements are multiplied on one thread: more would cost as much as they bring, and on a busy
 machine far more (see threads)."""
 
@@ -92,7 +92,7 @@ class NarrowWeight(LinearWeight):
         self._threads = 1
 
     def prepare(self, threads: int) -> None:
-        self._threads = threads if math.prod(self.weight.shape) >= _THREADED_ELEMENTS else 1
+        self._threads = threads if math.prod(self.weight.shape) >= THREADED_ELEMENTS else 1
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._threads == 1:

@@ -61,16 +61,13 @@ class RowParallelLinear(Module):
         self.bias = None if bias_owner is None else Parameter([(f"{name}.bias", n)], (), dtype)
         self.bias_owner = bool(bias_owner)
         self.group = group
-        self._empty = k == 0
+        self.n, self._empty = n, k == 0
 
     def __call__(self, x: Tensor) -> Partial:
         if self._empty:
-            total = Partial.nothing((*x.shape[:-1], self._outputs()), x.dtype, self.group)
+            total = Partial.nothing((*x.shape[:-1], self.n), x.dtype, self.group)
         else:
             total = Partial(self.weight(x), self.group)
         if self.bias is None:
             return total
         return total + Partial.from_replicated(self.bias.data, self.bias_owner, self.group, total.shape)
-
-    def _outputs(self) -> int:
-        return next(self.weight.parameters()).shape[0]

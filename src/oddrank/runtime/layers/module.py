@@ -4,27 +4,32 @@ A module is built from a rank's sizes alone, without memory. The loader then wal
 its tensor and copies the stored tensors into it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oddrank.errors import OddrankError
 
+Index = tuple[int | slice, ...]
+
 
 class Part:
-    """Rows [start, stop) of a parameter's first dimension: one stored tensor, whole."""
+    """What one stored tensor, whole, fills of a parameter: `tensor[index]`; () is all of it."""
 
-    __slots__ = ("name", "start", "stop")
+    __slots__ = ("index", "name")
 
-    def __init__(self, name: str, start: int, stop: int) -> None:
-        self.name, self.start, self.stop = name, start, stop
+    def __init__(self, name: str, index: Index = ()) -> None:
+        self.name, self.index = name, index
 
 
 class Parameter:
-    """One tensor of a module, filled from one or several stored tensors stacked along its first dimension.
+    """One tensor of a module, filled from one or several stored tensors.
 
-    parts: (stored name, rows), in order. width: the other dimensions. dtype: what it is held in.
+    parts: (stored name, rows) of each, stacked along the first dimension in order. width: the other dimensions. dtype:
+    what it is held in. `Parameter.of` makes one of any parts at all.
     A module that prepares a form of its own of the values drops `tensor` and says in `held` how many bytes that is.
     """
 
@@ -34,15 +39,29 @@ class Parameter:
         width: tuple[int, ...],
         dtype: torch.dtype,
     ) -> None:
-        self.parts: list[Part] = []
-        rows = 0
-        for name, count in parts:
-            self.parts.append(Part(name, rows, rows + count))
-            rows += count
-        self.shape = (rows, *width)
+        rows = [0, *accumulate(count for _, count in parts)]
+        spans = zip(parts, pairwise(rows), strict=True)
+        self.parts = [Part(name, (slice(start, stop),)) for (name, _), (start, stop) in spans]
+        self.shape: tuple[int, ...] = (rows[-1], *width)
         self.dtype = dtype
         self.tensor: Tensor | None = None
         self.held = 0
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype) -> "Parameter":
+        """A parameter of any shape ([] too) made of these parts, which fill it without overlap."""
+        made = cls([], (), dtype)
+        made.parts, made.shape = list(parts), shape
+        return made
+
+    def shape_of(self, part: Part) -> tuple[int, ...]:
+        """The shape that a part's stored tensor must have."""
+        found = []
+        for place, size in enumerate(self.shape):
+            at = part.index[place] if place < len(part.index) else slice(None)
+            if isinstance(at, slice):
+                found.append(len(range(*at.indices(size))))
+        return tuple(found)
 
     @property
     def name(self) -> str:
@@ -82,6 +101,19 @@ class Module:
         threads: how many it will compute with. Called in a thread of a pool, where torch's count is not it.
         """
 
+    def own_tensors(self) -> Collection[str]:
+        """Stored tensors that are no parameter's: `load_own` takes care of them."""
+        return ()
+
+    def load_own(self, part: Any, release: Callable[[str], object] | None = None) -> int:
+        """Fill what is not in parameters from a rank's slice. release: called with each name once it was read. Returns
+        the bytes stored."""
+        return 0
+
+    def held(self) -> int:
+        """Bytes that this module holds beside parameters."""
+        return 0
+
     def _walk(self, seen: set[int]) -> "Iterator[Module]":
         seen.add(id(self))
         yield self
@@ -90,8 +122,8 @@ class Module:
                 yield from item._walk(seen)
 
     def nbytes(self) -> int:
-        """Bytes that the loaded parameters hold."""
-        return sum(parameter.held for parameter in self.parameters())
+        """Bytes of everything that is loaded."""
+        return sum(parameter.held for parameter in self.parameters()) + sum(m.held() for m in self.modules())
 
 
 def _items(module: Module) -> Iterator[object]:

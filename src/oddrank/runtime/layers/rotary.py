@@ -18,15 +18,18 @@ _ROWS = 256
 
 
 class Rotary(NamedTuple):
-    """cos and signed sin of a step's tokens, [tokens, 1, head_dim]; sin is negative in the first half, which is `half`
-    wide."""
+    """cos and signed sin of a step's tokens, [tokens, 1, rotated channels]; sin is negative in the first half, which is
+    `half` wide."""
 
     cos: Tensor
     sin: Tensor
     half: int
 
     def apply_(self, x: Tensor) -> Tensor:
-        """Rotate x [tokens, heads, head_dim] in place: x * cos + rotate_half(x) * sin."""
+        """Rotate x [tokens, heads, head_dim] in place: x * cos + rotate_half(x) * sin. Of heads wider than the
+        rotation the first channels."""
+        if x.shape[-1] != 2 * self.half:
+            x = x[..., : 2 * self.half]
         swapped = torch.roll(x, self.half, -1)
         return x.mul_(self.cos).addcmul_(swapped, self.sin)
 
@@ -34,7 +37,7 @@ class Rotary(NamedTuple):
 class RotaryEmbedding:
     """Makes the `Rotary` of a step from its positions.
 
-    rope: the config's rope_parameters with `rope_type` and `rope_theta`. dim: rotated width (head_dim).
+    rope: the config's rope_parameters with `rope_type` and `rope_theta`. dim: rotated channels of a head.
     max_positions: max_position_embeddings. dtype: of the activations.
     OddrankError for a rope_type that is not known.
     """

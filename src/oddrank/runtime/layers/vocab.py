@@ -1,6 +1,7 @@
 """The token embedding and the output head, each rank with its rows of the vocabulary in any order."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,35 @@ _CONTENDERS = 64
 """How many of a rank's largest rounded logits are computed again exactly."""
 
 
+class TableWeight(LinearWeight):
+    """A matrix [N, K] that is multiplied by, and whose rows are looked up."""
+
+    def take(self, rows: Tensor) -> Tensor:
+        """int64 [n] -> [n, K], in the activations' type."""
+        raise NotImplementedError
+
+
+class DenseTable(TableWeight):
+    """Stays unpacked, so that rows can be looked up."""
+
+    def __init__(self, name: str, rows: int, k: int, precision: Precision) -> None:
+        self.weight = Parameter([(f"{name}.weight", rows)], (k,), precision.weights)
+        self.dtype = precision.activations
+        self.narrow = NarrowWeight(self.weight) if precision.weights != precision.activations else None
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.weight.data, bias) if self.narrow is None else self.narrow(x, bias)
+
+    def take(self, rows: Tensor) -> Tensor:
+        return F.embedding(rows, self.weight.data).to(self.dtype)
+
+
+class TableFormat(Protocol):
+    """How tables are stored."""
+
+    def table(self, name: str, rows: int, k: int) -> TableWeight: ...
+
+
 class VocabParallelEmbedding(Module):
     """Row lookup. tokens int64 [tokens] -> Partial [tokens, hidden]: a token's row is on one rank, the others
     add nothing.
@@ -27,9 +57,15 @@ class VocabParallelEmbedding(Module):
     """
 
     def __init__(
-        self, name: str, source: npt.NDArray[np.int64], hidden: int, group: Group, precision: Precision
+        self,
+        form: TableFormat,
+        name: str,
+        source: npt.NDArray[np.int64],
+        hidden: int,
+        group: Group,
+        precision: Precision,
     ) -> None:
-        self.weight = Parameter([(f"{name}.weight", len(source))], (hidden,), precision.weights)
+        self.table = form.table(name, len(source), hidden)
         self.group, self.dtype, self.hidden = group, precision.activations, hidden
         real = np.flatnonzero(source >= 0)
         self._whole = group.size == 1 and bool((source == np.arange(len(source))).all())
@@ -41,23 +77,12 @@ class VocabParallelEmbedding(Module):
         if len(self._row) == 0:
             return Partial.nothing((len(tokens), self.hidden), self.dtype, self.group)
         if self._whole:
-            return Partial(F.embedding(tokens, self.weight.data).to(self.dtype), self.group)
+            return Partial(self.table.take(tokens), self.group)
         last = len(self._row) - 1
         row = self._row[tokens.clamp(max=last)]
         absent = (row < 0) | (tokens > last)
-        out = F.embedding(row.clamp_(min=0), self.weight.data).to(self.dtype)
+        out = self.table.take(row.clamp_(min=0))
         return Partial(out.masked_fill_(absent[:, None], 0), self.group)
-
-
-class TiedWeight(LinearWeight):
-    """The embedding's own rows as the head's matrix."""
-
-    def __init__(self, table: Parameter, narrow: bool) -> None:
-        self.narrow = NarrowWeight(table) if narrow else None
-        self.table = table
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, self.table.data, bias) if self.narrow is None else self.narrow(x, bias)
 
 
 class ParallelLMHead(Module):
@@ -70,19 +95,16 @@ class ParallelLMHead(Module):
 
     def __init__(
         self,
+        form: WeightFormat,
         name: str,
         source: npt.NDArray[np.int64],
         hidden: int,
         vocab: int,
-        form: WeightFormat,
         group: Group,
         precision: Precision,
         tied: VocabParallelEmbedding | None = None,
     ) -> None:
-        if tied is None:
-            self.weight = form.linear([Rows(name, len(source))], hidden)
-        else:
-            self.weight = TiedWeight(tied.weight, precision.weights != precision.activations)
+        self.weight = form.linear([Rows(name, len(source))], hidden) if tied is None else tied.table
         self.group, self._rows, self._dtype = group, len(source), precision.activations
         held = group.all_gather(torch.from_numpy(np.array(source)).to(group.device), 0).cpu().numpy()
         self._columns = _columns(held, vocab, group)
@@ -94,7 +116,7 @@ class ParallelLMHead(Module):
 
     def _local(self, x: Tensor) -> Tensor:
         logits = self.weight(x)
-        narrow = self.weight.narrow if isinstance(self.weight, TiedWeight) else None
+        narrow = self.weight.narrow if isinstance(self.weight, DenseTable) else None
         if narrow is not None and len(x) <= 3:
             # The half-precision product rounds each logit to 8 bits, which makes ties of near neighbours.
             for scores, row in zip(logits, x, strict=True):

@@ -1,11 +1,11 @@
 """What the runtime reads of config.json: everything that no tensor's shape and no plan says."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
-from oddrank.checkpoint.config import ConfigView
+from oddrank.checkpoint.config import ConfigView, Rope
 from oddrank.errors import OddrankError
 
 _SCALINGS_WITH_ORIGIN = ("llama3", "yarn")
@@ -17,6 +17,7 @@ class Defaults(msgspec.Struct, frozen=True):
     sliding: how a family says that layers see a window: "no" (it has none), "all" (`sliding_window` is every
     layer's), "some" (with `use_sliding_window`: the layers of `layer_types`, or those from
     `max_window_layers` on).
+    partial_rotary: heads may be rotated in part. norm_offset: norms multiply by 1 + weight.
     """
 
     max_positions: int
@@ -24,13 +25,15 @@ class Defaults(msgspec.Struct, frozen=True):
     sliding: str = "no"
     window: int = 4096
     first_window_layer: int = 28
+    partial_rotary: bool = False
+    norm_offset: bool = False
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
     """Of a decoder. Head, channel and row counts are not here: those are the rank slice's.
 
     windows: per layer, how many tokens back attention sees (itself included); None for all.
-    rope: rope_parameters with rope_type and rope_theta filled in.
+    rope: rope_parameters with rope_type and rope_theta filled in. rotary: channels of a head that are rotated.
     """
 
     hidden: int
@@ -40,6 +43,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     eps: float
     activation: str
     rope: dict[str, Any]
+    rotary: int
+    norm_offset: bool
     max_positions: int
     tied: bool
     attention_bias: bool
@@ -47,33 +52,39 @@ class ModelConfig(msgspec.Struct, frozen=True):
     windows: tuple[int | None, ...]
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any], defaults: Defaults) -> "ModelConfig":
+    def read(cls, raw: Mapping[str, Any], defaults: Defaults) -> Self:
         """From config.json's content. OddrankError for a key that is needed and absent, or makes no sense."""
-        view = ConfigView(raw)
+        outer = ConfigView(raw)
+        return cls(tied=outer.tie_word_embeddings(), **cls.values(outer.text(), defaults))
+
+    @classmethod
+    def values(cls, view: ConfigView, defaults: Defaults) -> dict[str, Any]:
+        """The fields that the text config says. A family with more adds its own."""
         layers = view.require_int("num_hidden_layers")
         max_positions = view.get_int("max_position_embeddings", defaults.max_positions)
-        return cls(
-            hidden=view.require_int("hidden_size"),
-            layers=layers,
-            head_dim=view.head_dim(defaults.head_dim),
-            vocab=view.require_int("vocab_size"),
-            eps=view.get_float("rms_norm_eps", 1e-6),
-            activation=view.get_str("hidden_act", "silu"),
-            rope=_rope(view, max_positions),
-            max_positions=max_positions,
-            tied=view.tie_word_embeddings(),
-            attention_bias=view.get_bool("attention_bias", False),
-            mlp_bias=view.get_bool("mlp_bias", False),
-            windows=_windows(view, defaults, layers),
-        )
+        head_dim, rope = view.head_dim(defaults.head_dim), view.rope()
+        if rope.partial not in (None, 1.0) and not defaults.partial_rotary:
+            raise OddrankError(
+                f"config.json rotates {rope.partial} of each head, and this family's model rotates all of it."
+            )
+        return {
+            "hidden": view.require_int("hidden_size"),
+            "layers": layers,
+            "head_dim": head_dim,
+            "vocab": view.require_int("vocab_size"),
+            "eps": view.get_float("rms_norm_eps", 1e-6),
+            "activation": view.get_str("hidden_act", "silu"),
+            "rope": _rope(view, rope, max_positions),
+            "rotary": int(head_dim * (rope.partial or 1.0)),
+            "norm_offset": defaults.norm_offset,
+            "max_positions": max_positions,
+            "attention_bias": view.get_bool("attention_bias", False),
+            "mlp_bias": view.get_bool("mlp_bias", False),
+            "windows": _windows(view, defaults, layers),
+        }
 
 
-def _rope(view: ConfigView, max_positions: int) -> dict[str, Any]:
-    rope = view.rope()
-    if rope.partial not in (None, 1.0):
-        raise OddrankError(
-            f"config.json rotates {rope.partial} of each head, and this family's model rotates all of it."
-        )
+def _rope(view: ConfigView, rope: Rope, max_positions: int) -> dict[str, Any]:
     values = {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.extra}
     if rope.kind in _SCALINGS_WITH_ORIGIN:
         origin = view.get_int("original_max_position_embeddings", 0, low=0)

@@ -19,7 +19,7 @@ from oddrank.runtime.layers.module import Module
 from oddrank.runtime.layers.rotary import Rotary, RotaryEmbedding
 from oddrank.runtime.layers.vocab import ParallelLMHead, VocabParallelEmbedding
 from oddrank.runtime.models.build import Build
-from oddrank.runtime.models.config import Defaults
+from oddrank.runtime.models.config import Defaults, ModelConfig
 from oddrank.runtime.parallel.partial import Partial
 from oddrank.runtime.step import Step
 
@@ -32,7 +32,31 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class SelfAttention(Module):
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function that config.json calls `name`."""
+    if name not in ACTIVATIONS:
+        raise OddrankError(
+            f'config.json has hidden_act "{name}", which the runtime does not compute. '
+            f"Known: {', '.join(ACTIVATIONS)}."
+        )
+    return ACTIVATIONS[name]
+
+
+class Mixer(Module):
+    """What mixes tokens in a block: attention, or something in its place."""
+
+    def __call__(self, x: Tensor, rotary: Rotary, step: Step, cache: KVCache) -> Partial:
+        raise NotImplementedError
+
+
+class FeedForward(Module):
+    """What works on every token by itself in a block."""
+
+    def __call__(self, x: Tensor) -> Partial:
+        raise NotImplementedError
+
+
+class SelfAttention(Mixer):
     """Grouped-query attention; biases and per-head norms where a family has them."""
 
     def __init__(self, b: Build, layer: int, *, qkv_bias: bool, o_bias: bool, qk_norm: bool = False) -> None:
@@ -43,11 +67,9 @@ class SelfAttention(Module):
         self._width = self.q_heads * self.dim
         q, kv = self.q_heads * c.head_dim, self.kv_heads * c.head_dim
         parts = [Rows(f"{at}.q_proj", q), Rows(f"{at}.k_proj", kv), Rows(f"{at}.v_proj", kv)]
-        self.qkv_proj = MergedColumnParallelLinear(
-            b.format(f"{at}.q_proj"), parts, c.hidden, bias=qkv_bias, dtype=dtype
-        )
+        self.qkv_proj = MergedColumnParallelLinear(b.weights, parts, c.hidden, bias=qkv_bias, dtype=dtype)
         self.o_proj = RowParallelLinear(
-            b.format(f"{at}.o_proj"), f"{at}.o_proj", c.hidden, q, b.group,
+            b.weights, f"{at}.o_proj", c.hidden, q, b.group,
             bias_owner=b.owns(f"{at}.o_proj.bias", o_bias), dtype=dtype,
         )  # fmt: skip
         self.q_norm = b.norm(f"{at}.q_norm", c.head_dim) if qk_norm else None
@@ -68,25 +90,18 @@ class SelfAttention(Module):
         return self.o_proj(self.attention(q, kv, step, cache).view(tokens, self._width))
 
 
-class GatedMLP(Module):
+class GatedMLP(FeedForward):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, b: Build, at: str, *, bias: bool) -> None:
-        c, dtype, width = b.config, b.precision.activations, b.slice.count("mlp")
+    def __init__(self, b: Build, at: str, *, bias: bool, axis: str = "mlp") -> None:
+        c, dtype, width = b.config, b.precision.activations, b.slice.count(axis)
         parts = [Rows(f"{at}.gate_proj", width), Rows(f"{at}.up_proj", width)]
-        self.gate_up_proj = MergedColumnParallelLinear(
-            b.format(f"{at}.gate_proj"), parts, c.hidden, bias=bias, dtype=dtype
-        )
+        self.gate_up_proj = MergedColumnParallelLinear(b.weights, parts, c.hidden, bias=bias, dtype=dtype)
         self.down_proj = RowParallelLinear(
-            b.format(f"{at}.down_proj"), f"{at}.down_proj", c.hidden, width, b.group,
+            b.weights, f"{at}.down_proj", c.hidden, width, b.group,
             bias_owner=b.owns(f"{at}.down_proj.bias", bias), dtype=dtype,
         )  # fmt: skip
-        if c.activation not in ACTIVATIONS:
-            raise OddrankError(
-                f'config.json has hidden_act "{c.activation}", which the runtime does not compute. '
-                f"Known: {', '.join(ACTIVATIONS)}."
-            )
-        self.act = ACTIVATIONS[c.activation]
+        self.act = activation(c.activation)
 
     def __call__(self, x: Tensor) -> Partial:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
@@ -94,7 +109,7 @@ class GatedMLP(Module):
 
 
 class Block(Module):
-    def __init__(self, b: Build, layer: int, attention: SelfAttention, mlp: GatedMLP) -> None:
+    def __init__(self, b: Build, layer: int, attention: Mixer, mlp: FeedForward) -> None:
         at = f"{b.prefix}layers.{layer}"
         self.input_layernorm = b.norm(f"{at}.input_layernorm", b.config.hidden)
         self.self_attn = attention
@@ -111,28 +126,31 @@ class Llama(Module):
     """A decoder: embedding, blocks, norm, head. A family that differs overrides `attention` or `mlp`."""
 
     DEFAULTS: ClassVar[Defaults] = Defaults(max_positions=2048)
+    CONFIG: ClassVar[type[ModelConfig]] = ModelConfig
+    WITHOUT: ClassVar[tuple[str, ...]] = ()
+    """Optional parts of a checkpoint that the model does not run."""
 
     def __init__(self, b: Build) -> None:
         c = b.config
         self.config, self.group, self.precision = c, b.group, b.precision
         self.kv_heads = b.slice.count("kv_heads")
         self.embed_tokens = VocabParallelEmbedding(
-            f"{b.prefix}embed_tokens", b.slice.source("vocab"), c.hidden, b.group, b.precision
+            b.weights, f"{b.prefix}embed_tokens", b.slice.source("vocab"), c.hidden, b.group, b.precision
         )
         self.layers = [Block(b, i, self.attention(b, i), self.mlp(b, i)) for i in range(c.layers)]
         self.norm = b.norm(f"{b.prefix}norm", c.hidden)
         self.lm_head = ParallelLMHead(
-            "lm_head", b.slice.source("vocab"), c.hidden, c.vocab, b.format("lm_head"), b.group, b.precision,
+            b.weights, "lm_head", b.slice.source("vocab"), c.hidden, c.vocab, b.group, b.precision,
             tied=self.embed_tokens if c.tied else None,
         )  # fmt: skip
         self.rotary = RotaryEmbedding(
-            c.rope, c.head_dim, c.max_positions, b.precision.activations, b.group.device
+            c.rope, c.rotary, c.max_positions, b.precision.activations, b.group.device
         )
 
-    def attention(self, b: Build, layer: int) -> SelfAttention:
+    def attention(self, b: Build, layer: int) -> Mixer:
         return SelfAttention(b, layer, qkv_bias=b.config.attention_bias, o_bias=b.config.attention_bias)
 
-    def mlp(self, b: Build, layer: int) -> GatedMLP:
+    def mlp(self, b: Build, layer: int) -> FeedForward:
         return GatedMLP(b, f"{b.prefix}layers.{layer}.mlp", bias=b.config.mlp_bias)
 
     def new_cache(self, slots: int) -> KVCache:
@@ -142,7 +160,7 @@ class Llama(Module):
 
     def __call__(self, step: Step, cache: KVCache) -> Tensor:
         """The step's tokens through every block, and into the cache: hidden states [tokens, hidden], normed."""
-        cache.reserve(step.longest)
+        cache.begin(step)
         rotary = self.rotary(step.positions, step.sequences)
         h = self.embed_tokens(step.tokens).reduce()
         for layer in self.layers:

@@ -1,5 +1,6 @@
 """The rank's side of a launched process, and what both sides say to each other."""
 
+import logging
 import os
 import pickle
 import select
@@ -11,8 +12,11 @@ from typing import Any
 import msgspec
 
 from oddrank.errors import CheckFailedError, OddrankError
+from oddrank.runtime.topology import Placement, clamp
 
 MESSAGE, RESULT, ERROR = b"m", b"r", b"e"  # the first byte of what a rank sends
+
+log = logging.getLogger(__name__)
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -22,7 +26,7 @@ class Start(msgspec.Struct, frozen=True):
     size: int
     rendezvous: str
     device: str
-    threads: int
+    placement: Placement
     call: bytes  # the pickled target and its arguments
 
 
@@ -67,12 +71,15 @@ def main(line: Connection, lifeline: int) -> None:
     threading.Thread(target=_die_with_launcher, args=(lifeline, os.getppid()), daemon=True).start()
     start: Start = pickle.loads(line.recv_bytes())
     group = None
+    _log_to_stderr(start.rank, start.size)
+    kept = clamp(start.placement)  # before torch starts threads: they inherit it
+    log.info("%s%s", start.placement.describe(), "" if kept else "; not pinned, which this system does not allow")
     try:
         import torch
 
         from oddrank.runtime.parallel.dist import connect
 
-        torch.set_num_threads(start.threads)
+        torch.set_num_threads(len(start.placement.threads))
         target, args = pickle.loads(start.call)
         group = connect(start.rank, start.size, start.rendezvous, start.device)
         result = target(group, Link(line), *args)
@@ -84,6 +91,16 @@ def main(line: Connection, lifeline: int) -> None:
     if group is not None:
         group.close()
     line.close()
+
+
+def _log_to_stderr(rank: int, size: int) -> None:
+    """oddrank's log records, each with its rank; ODDRANK_LOG names the least level that is shown (default: info)."""
+    level = os.environ.get("ODDRANK_LOG", "").upper()
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"rank {rank} of {size}: %(message)s"))
+    ours = logging.getLogger("oddrank")
+    ours.addHandler(handler)
+    ours.setLevel(level if level in logging.getLevelNamesMapping() else logging.INFO)
 
 
 def _failure(error: BaseException) -> Failure:

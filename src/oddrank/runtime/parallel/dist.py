@@ -13,10 +13,10 @@ from torch import Tensor
 
 from oddrank.errors import OddrankError
 from oddrank.runtime.parallel import shm
-from oddrank.runtime.parallel.cores import affinity, quota
 from oddrank.runtime.parallel.group import Group, SoloGroup, sum_in_rank_order
 from oddrank.runtime.parallel.peers import machine
 from oddrank.runtime.parallel.rendezvous import Meeting, StoreMeeting, meet, tcp_store
+from oddrank.runtime.topology.limits import affinity, quota
 
 P = ParamSpec("P")
 R = TypeVar("R")

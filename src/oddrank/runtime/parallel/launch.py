@@ -15,8 +15,9 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from oddrank.errors import CheckFailedError, OddrankError
 from oddrank.runtime.parallel.child import ERROR, MESSAGE, RESULT, Failure, Start
-from oddrank.runtime.parallel.cores import cores_available
 from oddrank.runtime.parallel.rendezvous import local_rendezvous
+from oddrank.runtime.topology import Placement, place, read_topology
+from oddrank.runtime.topology.limits import quota
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,8 +49,9 @@ class Ranks:
 
     `target` is a function of an importable module, and it, `args`, messages and results can be pickled.
     `group` is what `connect` gives; `link` is the rank's end of the line (`child.Link`). With `device`
-    "cuda", rank r is on cuda:r. Every rank computes with `threads` threads, by default an equal share of the
-    cores. What ranks print goes to standard error.
+    "cuda", rank r is on cuda:r. Every rank is kept on a slice of the cores of its own (`placements`, see
+    `topology.place`) and computes with `threads` threads there, by default one a core. What ranks print goes to
+    standard error, and so do their logs: each says where it computes.
 
     A rank that raises or dies ends all the others at once, and whatever this process then does with the
     `Ranks` raises one `OddrankError` that names the rank and says what happened to it. Leaving the `with`
@@ -66,10 +68,8 @@ class Ranks:
     ) -> None:
         if size < 1:
             raise OddrankError(f"At least one rank is needed, and {size} were asked for.")
-        if threads is not None and threads < 1:
-            raise OddrankError(f"A rank computes with at least one thread, and {threads} were asked for.")
         self.size = size
-        self.threads = threads or max(1, cores_available() // size)
+        self.placements: tuple[Placement, ...] = place(read_topology(), size, threads, quota())
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[Connection] = []
         self._results: dict[int, bytes] = {}
@@ -82,7 +82,7 @@ class Ranks:
         try:
             for rank in range(size):
                 where = f"cuda:{rank}" if device == "cuda" else device
-                self._start(Start(rank, size, rendezvous, where, self.threads, call))
+                self._start(Start(rank, size, rendezvous, where, self.placements[rank], call))
         except BaseException:
             self._kill()
             raise
@@ -93,7 +93,7 @@ class Ranks:
 
     def _start(self, start: Start) -> None:
         ours, theirs = _pair()
-        count = str(self.threads)
+        count = str(len(start.placement.threads))
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), count)
         title = f"oddrank rank {start.rank} of {self.size}"
         fds = (theirs.fileno(), self._lifeline)

@@ -1,0 +1,52 @@
+"""What a backend is: who computes a layer's routed experts, and where their weights are meanwhile.
+
+One file each: resident, offload, cpu, hybrid. All compute an expert by the same kernel; they differ in where.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from oddrank.formats.declared import kind_of
+from oddrank.runtime.experts.bank import BankLayout, LayerBanks
+from oddrank.runtime.experts.kernel import Batch, ExpertKernel, Routed
+from oddrank.runtime.experts.share import ExpertShare
+
+Terms = Iterator[tuple[Routed, Tensor]]
+"""Every expert's weighted output for its tokens, on the device, in the order of the batch's experts."""
+
+
+class Layer(NamedTuple):
+    """A layer's experts: its banks, on the device or in host memory as the backend wants them; how to compute one."""
+
+    banks: LayerBanks
+    kernel: ExpertKernel
+    device: torch.device
+
+
+class Backend(ABC):
+    """name: for --experts. on_device: its banks are on the device, else in host memory. caches: it has a cache of
+    experts on the device. kinds: of numbers that it computes with (the first word of a format's name)."""
+
+    name: ClassVar[str]
+    on_device: ClassVar[bool] = False
+    caches: ClassVar[bool] = False
+    kinds: ClassVar[frozenset[str]] = frozenset({"dense", "fp8", "nvfp4", "mxfp4"})
+
+    @abstractmethod
+    def __init__(self, layer: Layer, share: ExpertShare) -> None: ...
+
+    @abstractmethod
+    def terms(self, batch: Batch) -> Terms: ...
+
+    def nbytes(self) -> int:
+        """Bytes that it keeps on the device beside its banks."""
+        return 0
+
+    @classmethod
+    def takes(cls, layouts: tuple[BankLayout, ...]) -> bool:
+        """Whether it computes with matrices stored so."""
+        return all(kind_of(layout.decoder.name) in cls.kinds for layout in layouts)

@@ -1,0 +1,89 @@
+"""The reference kernel of routed experts, in plain torch.
+
+A batch is sorted by expert once; each expert that was chosen decodes its weights once, computes for its tokens, and its
+weighted outputs are added in the order of the experts, so a sum has one order whoever computed its terms.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Activation = Callable[[Tensor], Tensor]
+Stored = Mapping[str, Tensor]
+"""A stored matrix: suffix -> tensor."""
+
+
+class Decoder(Protocol):
+    """A storage format, as far as experts need it: stored parts [S, ...] -> the matrices [S, N, K]."""
+
+    def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor: ...
+
+
+class Routed(NamedTuple):
+    """The part of a batch that chose one expert. tokens: int64 [n], rows of the batch, ascending. weights: [n, 1]."""
+
+    expert: int
+    tokens: Tensor
+    weights: Tensor
+
+
+class Batch(NamedTuple):
+    """x: [tokens, hidden] in the type to compute in. routed: one entry for each expert that was chosen, ascending."""
+
+    x: Tensor
+    routed: list[Routed]
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same on another device."""
+        target = torch.device(device)
+        if self.x.device == target:
+            return self
+        moved = [Routed(r.expert, r.tokens.to(target), r.weights.to(target)) for r in self.routed]
+        return Batch(self.x.to(target), moved)
+
+
+def compute_dtype(x: torch.dtype) -> torch.dtype:
+    """Experts are computed in float64 for float64 activations and in fp32 for all others."""
+    return torch.float64 if x == torch.float64 else torch.float32
+
+
+def route(x: Tensor, weights: Tensor, ids: Tensor) -> Batch:
+    """x [tokens, hidden], weights and ids [tokens, k] (each token's experts, all different) -> the batch by expert."""
+    dtype, k = compute_dtype(x.dtype), ids.shape[-1]
+    flat = ids.reshape(-1)
+    order = flat.argsort(stable=True)
+    tokens, scale = order // k, weights.reshape(-1, 1).index_select(0, order).to(dtype)
+    chosen, counts = torch.unique_consecutive(flat.index_select(0, order), return_counts=True)
+    routed, start = [], 0
+    for expert, count in zip(chosen.tolist(), counts.tolist(), strict=True):
+        routed.append(Routed(expert, tokens[start : start + count], scale[start : start + count]))
+        start += count
+    return Batch(x.to(dtype), routed)
+
+
+class ExpertKernel(NamedTuple):
+    """What it takes to compute one expert: how its two matrices are stored, and the activation between them."""
+
+    gate_up: Decoder
+    down: Decoder
+    activation: Activation
+
+    def term(self, batch: Batch, routed: Routed, gate_up: Stored, down: Stored) -> Tensor:
+        """One expert's weighted output for its tokens, [n, hidden], on the device of the stored parts."""
+        dtype, hidden = batch.x.dtype, batch.x.shape[-1]
+        rows = batch.x.index_select(0, routed.tokens)
+        both = rows @ self.gate_up.dequantize(gate_up, dtype).reshape(-1, hidden).t()
+        gate, up = both.chunk(2, -1)
+        inner = self.activation(gate).mul_(up)
+        out = inner @ self.down.dequantize(down, dtype).reshape(hidden, -1).t()
+        return out.mul_(routed.weights)
+
+
+def add_up(batch: Batch, terms: Iterable[tuple[Routed, Tensor]]) -> Tensor:
+    """The sum of the experts' terms, [tokens, hidden] in the batch's type, added in the order given."""
+    out = torch.zeros_like(batch.x)
+    for routed, term in terms:
+        out.index_add_(0, routed.tokens, term)
+    return out

@@ -1,0 +1,18 @@
+"""Resident: every expert is on the device and computed there."""
+
+from oddrank.runtime.experts.backend import Backend, Layer, Terms
+from oddrank.runtime.experts.kernel import Batch
+from oddrank.runtime.experts.share import ExpertShare
+
+
+class Resident(Backend):
+    name = "resident"
+    on_device = True
+
+    def __init__(self, layer: Layer, share: ExpertShare) -> None:
+        self._layer = layer
+
+    def terms(self, batch: Batch) -> Terms:
+        banks, kernel = self._layer.banks, self._layer.kernel
+        for routed in batch.routed:
+            yield routed, kernel.term(batch, routed, *banks.expert(routed.expert))

@@ -1,0 +1,104 @@
+"""Weights as a plan found them stored: every part of a matrix in a format of its own."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from oddrank.errors import OddrankError
+from oddrank.runtime.formats import decoder, torch_dtype
+from oddrank.runtime.layers.kernels import THREADED_ELEMENTS, DenseFormat, LinearWeight, Rows
+from oddrank.runtime.layers.module import Parameter, Part
+from oddrank.runtime.layers.vocab import DenseTable, TableWeight
+from oddrank.runtime.precision import Precision
+from oddrank.runtime.threads import torch_threads
+from oddrank.transform.slice import StoredMatrix
+
+
+class Storage(Protocol):
+    """What a rank slice tells of stored matrices."""
+
+    def matrix(self, name: str) -> StoredMatrix: ...
+    def dtype(self, name: str) -> str: ...
+
+
+class StoredFormat:
+    """Finds each matrix's format in the plan. Dense matrices are held as `precision` says, all others as stored."""
+
+    def __init__(self, storage: Storage, precision: Precision) -> None:
+        self.storage, self.precision = storage, precision
+        self._dense = DenseFormat(precision)
+
+    def linear(self, parts: Sequence[Rows], k: int) -> LinearWeight:
+        """Dense neighbours become one matrix; every other part is one by itself, with its own scales."""
+        weights: list[tuple[LinearWeight, int]] = []
+        for dense, run in groupby(parts, lambda part: self._is_dense(part.name)):
+            if dense:
+                together = list(run)
+                weights.append((self._dense.linear(together, k), sum(part.rows for part in together)))
+            else:
+                weights += [(StoredWeight(self.storage, part.name, part.rows, k), part.rows) for part in run]
+        return weights[0][0] if len(weights) == 1 else StackedWeight(weights)
+
+    def table(self, name: str, rows: int, k: int) -> TableWeight:
+        """A matrix of `rows` rows that is also looked up in."""
+        if self._is_dense(name):
+            return DenseTable(name, rows, k, self.precision)
+        return StoredWeight(self.storage, name, rows, k, self.precision.activations)
+
+    def _is_dense(self, name: str) -> bool:
+        return self.storage.matrix(name).format == "dense"
+
+
+class StoredWeight(TableWeight):
+    """A matrix [n, k] held as stored and decoded, tile by tile, as it is multiplied.
+
+    looked_up: the type of the rows that `take` gives.
+    """
+
+    def __init__(
+        self, storage: Storage, name: str, n: int, k: int, looked_up: torch.dtype = torch.float32
+    ) -> None:
+        matrix = storage.matrix(name)
+        self.decoder, self.suffixes = decoder(matrix.format, matrix.blocks), tuple(matrix.names)
+        self.parts = [
+            _held(stored, storage.dtype(stored), self.decoder.shape(suffix, n, k))
+            for suffix, stored in matrix.names.items()
+        ]
+        self.looked_up, self._elements = looked_up, n * k
+        self._threads: int | None = None
+
+    def prepare(self, threads: int) -> None:
+        self._threads = threads if self._elements >= THREADED_ELEMENTS else 1
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        with torch_threads(self._threads or torch.get_num_threads()):
+            return self.decoder.linear(x, self._stored(), bias)
+
+    def take(self, rows: Tensor) -> Tensor:
+        return self.decoder.take(self._stored(), rows, self.looked_up)
+
+    def _stored(self) -> dict[str, Tensor]:
+        return {suffix: part.data for suffix, part in zip(self.suffixes, self.parts, strict=True)}
+
+
+def _held(name: str, stored: str, shape: tuple[int, ...]) -> Parameter:
+    dtype = torch_dtype(stored)
+    if dtype is None:
+        raise OddrankError(f"{name} is stored as {stored}, which the runtime does not hold.")
+    return Parameter.of([Part(name)], shape, dtype)
+
+
+class StackedWeight(LinearWeight):
+    """Matrices of the same input, one above the other. weights: each with its rows."""
+
+    def __init__(self, weights: Sequence[tuple[LinearWeight, int]]) -> None:
+        self.weights = [weight for weight, _ in weights]
+        self._rows = [rows for _, rows in weights]
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        parts = [weight(x) for weight, rows in zip(self.weights, self._rows, strict=True) if rows]
+        out = torch.cat(parts, -1) if parts else x.new_empty(*x.shape[:-1], 0)
+        return out if bias is None else out.add_(bias)
