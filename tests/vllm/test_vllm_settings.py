@@ -94,7 +94,7 @@ def test_a_variable_it_does_not_know_is_an_error(variable: str) -> None:
 
 
 def test_names_that_only_begin_alike_are_others() -> None:
-    assert read(ODDRANKING="1", VLLM_ODDRANK="x").on
+    assert read(ODDRANKING="1", VLLM_ODDRANK="x", ODDRANK_LOG="warning").on
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,9 @@ VARIABLES = {
     "ODDRANK_PLAN_TP": "plan for this many ranks, whatever vLLM's TP size is",
     "ODDRANK_COVERAGE": "strict or warn: what a tensor without a role, or a missing one, does",
 }
+OTHERS = ("ODDRANK_LOG",)
+"""Variables of the same name that the plugin has no use for and other parts of oddrank do."""
+
 _SWITCH = {"": False, "0": False, "off": False, "false": False, "no": False,
            "1": True, "on": True, "true": True, "yes": True}  # fmt: skip
 
@@ -43,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True):
         on = _one_of("ODDRANK", mine.get("ODDRANK", ""), _SWITCH)
         if not on:
             return cls()
-        unknown = sorted(set(mine) - set(VARIABLES))
+        unknown = sorted(set(mine) - {*VARIABLES, *OTHERS})
         if unknown:
             raise OddrankError(
                 f"the environment has {', '.join(unknown)}, which the vLLM plugin does not know. It reads "
