@@ -2,9 +2,12 @@
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tiny_models import write_tiny
 from vllm_runs import ROOT, Vllm
 
 collect_ignore = ["inside"]  # collected by vLLM's own Python, see test_vllm_inside.py
@@ -36,3 +39,17 @@ def _problem(python: Path) -> str | None:
         return f"no vLLM environment: {python} is not there"
     found = subprocess.run([python, "-I", "-c", NEEDED, ROOT], capture_output=True, text=True)
     return None if found.returncode == 0 else f"no vLLM environment: {python} {found.stderr.strip()}"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny("qwen3", num_attention_heads=12): the folder of such a model, written once, so stock answers are kept."""
+    written: dict[str, Path] = {}
+
+    def folder(model_type: str, *dtype: Any, **changes: Any) -> Path:
+        key = repr((model_type, dtype, sorted(changes.items())))
+        if key not in written:
+            written[key] = write_tiny(model_type, tmp_path_factory.mktemp(model_type) / "model", *dtype, **changes)
+        return written[key]
+
+    return folder

@@ -1,15 +1,15 @@
 """Real serves in CI: three ranks through the engine, two through the server. The others are in test_vllm_matrix.py."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import write_tiny
 from vllm_cases import smollm2_through_the_server, three_ranks_answer_as_one
 from vllm_runs import Vllm
 
 
-def test_three_ranks_answer_as_one(vllm: Vllm, tmp_path: Path) -> None:
-    three_ranks_answer_as_one(vllm, write_tiny("qwen3", tmp_path / "qwen3"))
+def test_three_ranks_answer_as_one(vllm: Vllm, tiny: Callable[..., Path]) -> None:
+    three_ranks_answer_as_one(vllm, tiny("qwen3"))
 
 
 @pytest.mark.demo
