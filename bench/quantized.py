@@ -18,11 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from machine import AnonymousPeak, sync_files
 from report import row
 from safetensors import safe_open
+from streams import copied, seconds
 
 from oddrank import Checkpoint, make_plan, stream
 from oddrank.synth import describe_release, write_checkpoint, write_headers
@@ -92,28 +91,8 @@ def stream_rows(model: Path) -> list[dict[str, Any]]:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     yield name, opened.get_tensor(name)
 
-    def copied() -> Any:
-        for name, tensor in stored():
-            recipe = made.get(name)
-            if recipe is None or recipe.unchanged:
-                yield name, tensor
-                continue
-            # the same number of bytes into a tensor of the new shape, rows to rows
-            source = tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.uint16).numpy()
-            out = np.zeros(recipe.shape, source.dtype)
-            common = tuple(slice(0, min(a, b)) for a, b in zip(recipe.shape, source.shape, strict=True))
-            out[common] = source[common]
-            yield name, torch.from_numpy(out).view(tensor.dtype)
-            del source, out  # what is kept over the next tensors decides which pages the allocator hands out
-
-    def seconds(tensors: Any) -> float:
-        start = time.perf_counter()
-        for _, tensor in tensors:
-            tensor.view(-1)[:1].clone()
-        return time.perf_counter() - start
-
     def floor() -> float:
-        return seconds(copied())
+        return seconds(copied(stored(), made))
 
     def ours() -> float:
         return seconds(stream(plan, stored()))

@@ -54,8 +54,8 @@ def ready(python: Path, model: Path, on: bool) -> float:
 def child(model: Path, what: str) -> dict[str, Any]:
     """In vLLM's Python: the streams by turns (what = "times"), or one kind of them for its peak memory."""
     import numpy as np
-    import torch
     from machine import AnonymousPeak
+    from streams import copied, seconds
     from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
     from oddrank import Checkpoint, make_plan, stream
@@ -68,28 +68,9 @@ def child(model: Path, what: str) -> dict[str, Any]:
     def stock() -> Any:
         return safetensors_weights_iterator(files, False)
 
-    def copied() -> Any:
-        for name, tensor in stock():
-            recipe = made.get(name)
-            if recipe is None or recipe.unchanged:
-                yield name, tensor
-                continue
-            source = tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.uint16).numpy()
-            out = np.zeros(recipe.shape, source.dtype)
-            common = tuple(slice(0, min(a, b)) for a, b in zip(recipe.shape, source.shape, strict=True))
-            out[common] = source[common]
-            yield name, torch.from_numpy(out).view(tensor.dtype)
-            del source, out
-
-    def seconds(tensors: Any) -> float:
-        start = time.perf_counter()
-        for _, tensor in tensors:
-            tensor.view(-1)[:1].clone()
-        return time.perf_counter() - start
-
     if what == "times":
-        seconds(copied()), seconds(stream(plan, stock()))
-        return {"pairs": [(seconds(stream(plan, stock())), seconds(copied())) for _ in range(STREAMS)]}
+        seconds(copied(stock(), made)), seconds(stream(plan, stock()))
+        return {"pairs": [(seconds(stream(plan, stock())), seconds(copied(stock(), made))) for _ in range(STREAMS)]}
     with AnonymousPeak(os.getpid()) as memory:
         before = memory.peak
         seconds(stock() if what == "stock" else stream(plan, stock()))
