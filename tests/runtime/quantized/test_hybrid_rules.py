@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from hybrid.random_plans import ragged_plan
-from runtime.quantized.hybrids import FULL, LINEAR, Hybrid, distance, hybrid, reference, solved, weighted
+from hybrid.tiny import tiny_subject
+from runtime.quantized.hybrids import FAMILIES, FULL, LINEAR, Hybrid, distance, hybrid, reference, solved, weighted
 
 from oddrank.errors import OddrankError
 from oddrank.layout.layouts import Layout
@@ -142,6 +143,29 @@ def test_what_these_models_depend_on() -> None:
     assert changed(dense, of(GatedDeltaNet, other_keys), plan=weighted) > 1e-3
     assert changed(dense, of(GatedAttention, gates_swapped)) > 1e-3
     assert changed(moe, of(SparseMoE, not_renormalised)) > 1e-4
+
+
+def _rotating(m: Hybrid, part: float | None) -> Hybrid:
+    """The same weights under a config that rotates this part of each head, or does not say."""
+    rope = {k: v for k, v in m.config["rope_parameters"].items() if k != "partial_rotary_factor"}
+    said = rope if part is None else rope | {"partial_rotary_factor": part}
+    config = m.config | {"rope_parameters": said}
+    return Hybrid(config, m.weights, tiny_subject(config, m.weights))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_quarter_of_a_head_is_rotated_where_the_config_does_not_say(family: str) -> None:
+    m = _rotating(hybrid(family), None)
+    tokens = m.tokens(9)
+    for logits in m.on_ranks(solved(m, 2), lambda model: full_logits(model, tokens)):
+        assert distance(logits, reference(m, tokens)) < 1e-9
+
+
+@pytest.mark.parametrize(("part", "channels"), [(0.0, 0), (0.4, 3)])
+def test_channels_that_make_no_pairs_are_refused(part: float, channels: int) -> None:
+    m = _rotating(hybrid("qwen3_5"), part)
+    with pytest.raises(OddrankError, match=f"rotates {part} of each head's 8 channels, which is {channels}"):
+        m.on_ranks(solved(m, 1), lambda model: None)
 
 
 @pytest.mark.parametrize(

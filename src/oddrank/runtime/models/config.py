@@ -17,7 +17,8 @@ class Defaults(msgspec.Struct, frozen=True):
     sliding: how a family says that layers see a window: "no" (it has none), "all" (`sliding_window` is every
     layer's), "some" (with `use_sliding_window`: the layers of `layer_types`, or those from
     `max_window_layers` on).
-    partial_rotary: heads may be rotated in part. norm_offset: norms multiply by 1 + weight.
+    partial_rotary: the part of each head that is rotated; None where heads are always rotated whole.
+    norm_offset: norms multiply by 1 + weight.
     """
 
     max_positions: int
@@ -25,7 +26,7 @@ class Defaults(msgspec.Struct, frozen=True):
     sliding: str = "no"
     window: int = 4096
     first_window_layer: int = 28
-    partial_rotary: bool = False
+    partial_rotary: float | None = None
     norm_offset: bool = False
 
 
@@ -63,9 +64,16 @@ class ModelConfig(msgspec.Struct, frozen=True):
         layers = view.require_int("num_hidden_layers")
         max_positions = view.get_int("max_position_embeddings", defaults.max_positions)
         head_dim, rope = view.head_dim(defaults.head_dim), view.rope()
-        if rope.partial not in (None, 1.0) and not defaults.partial_rotary:
+        if rope.partial not in (None, 1.0) and defaults.partial_rotary is None:
             raise OddrankError(
                 f"config.json rotates {rope.partial} of each head, and this family's model rotates all of it."
+            )
+        part = (defaults.partial_rotary or 1.0) if rope.partial is None else rope.partial
+        rotary = int(head_dim * part)
+        if rotary < 2 or rotary % 2:
+            raise OddrankError(
+                f"config.json rotates {part} of each head's {head_dim} channels, which is {rotary}; channels turn in "
+                "pairs, so it must be an even number of at least 2. Check head_dim and partial_rotary_factor."
             )
         return {
             "hidden": view.require_int("hidden_size"),
@@ -75,7 +83,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
             "eps": view.get_float("rms_norm_eps", 1e-6),
             "activation": view.get_str("hidden_act", "silu"),
             "rope": _rope(view, rope, max_positions),
-            "rotary": int(head_dim * (rope.partial or 1.0)),
+            "rotary": rotary,
             "norm_offset": defaults.norm_offset,
             "max_positions": max_positions,
             "attention_bias": view.get_bool("attention_bias", False),
