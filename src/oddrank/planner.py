@@ -12,6 +12,7 @@ from oddrank.checkpoint import Checkpoint
 from oddrank.checkpoint.config import ConfigView
 from oddrank.errors import OddrankError
 from oddrank.families import family_of
+from oddrank.formats import formats
 from oddrank.formats.declared import kind_of
 from oddrank.geometry import Model
 from oddrank.layout.census import Census, take_census
@@ -51,9 +52,9 @@ def study(checkpoint: Checkpoint) -> Subject:
     """Read a checkpoint's geometry and census. Raises OddrankError for an unknown family or a senseless config."""
     view = ConfigView(checkpoint.config, file=str(checkpoint.path / "config.json"))
     family = family_of(view)
-    prefix = next(
-        (p for p in family.prefixes if f"{p}embed_tokens.weight" in checkpoint.tensors), family.prefixes[0]
-    )
+    values = {fmt.stored[0].suffix for fmt in formats().values()}  # the table too may be stored in any format
+    tables = {p: {f"{p}embed_tokens{suffix}" for suffix in values} for p in family.prefixes}
+    prefix = next((p for p, names in tables.items() if names & checkpoint.tensors.keys()), family.prefixes[0])
     model = family.build(view, prefix)
     quantization = view.child("quantization_config")
     return Subject(

@@ -219,6 +219,30 @@ def test_formats_mixed_within_a_layer(tp: int, tmp_path: Path) -> None:
             assert distance(logits, want) < 1e-9
 
 
+@pytest.mark.parametrize("dialect", ["NVFP4, compressed-tensors", "MXFP4, compressed-tensors"])
+def test_a_table_whose_values_are_not_called_weight(dialect: str, tmp_path: Path) -> None:
+    """It is by the table that a decoder's place in the names is found, whatever the table is stored as."""
+    source = checkpoint("qwen3_5", "bf16")
+    plain, tensors, table = decoded(source), dict(as_torch(source)), "model.embed_tokens"
+    parts = stored(DIALECTS[dialect], plain[f"{table}.weight"].astype(np.float32))
+    del tensors[f"{table}.weight"]
+    tensors |= {table + suffix: t for suffix, t in words(parts).items()}
+    plain[f"{table}.weight"] = DIALECTS[dialect].decode(parts)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(source.config))
+    tokens = TOKENS[:9]
+    with fp32_angles(source.config, len(tokens)):
+        want = tiny.transformers_logits(source.config, plain, tokens)
+    made, opened = make_plan(tmp_path, 2).plan, Checkpoint.open(tmp_path)
+
+    def rank(group: Group) -> torch.Tensor:
+        return full_logits(load_rank(made, opened, group, Precision.of("fp64"))[0], tokens)
+
+    with torch.inference_mode():
+        for logits in LocalGroup.run(2, rank):
+            assert distance(logits, want) < 1e-9
+
+
 def test_a_family_without_states_in_fp8() -> None:
     release, tokens = ("qwen3", "fp8-block"), TOKENS[:9]
     (want,) = transformers_logits(checkpoint(*release).path, [tokens], "fp32")
