@@ -37,7 +37,7 @@ test: lint $(VLLM_STAMP) ## lint, then every test but the long ones
 test-long: $(STAMP) ## the long tests: thousands of random layouts
 	@$(BIN)/pytest -m "long and not gpu"
 
-test-vllm: $(STAMP) $(VLLM_STAMP) ## every test of the vLLM plugin: half an hour of real serves at TP 1 to 4
+test-vllm: $(STAMP) $(VLLM_STAMP) ## every test of the vLLM plugin: twenty minutes or more of real serves at TP 1 to 4
 	@$(WITH_VLLM) $(BIN)/pytest tests/vllm -m "not gpu"
 
 test-gpu: $(STAMP) ## the tests that need a CUDA GPU; skipped where there is none
