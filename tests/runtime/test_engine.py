@@ -160,6 +160,17 @@ def test_equal_logits_give_the_lowest_token_greedily() -> None:
     assert Sampler(Sampling(), 0)(torch.tensor([1.0, 3.0, 3.0])) == 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_told(wrong: float, temperature: float) -> None:
+    """A NaN scale would otherwise be the text "!!!!!"; tokens that cannot be chosen may be -inf."""
+    sampler = Sampler(Sampling(temperature=temperature), 0)
+    assert sampler(torch.tensor([float("-inf"), 1.0, float("-inf")])) == 1
+    for logits in ([1.0, wrong, 2.0], [float("-inf")] * 3):
+        with pytest.raises(OddrankError, match=r"largest logit is (nan|inf|-inf), so there is no token to choose"):
+            sampler(torch.tensor(logits))
+
+
 def test_the_planner_knows_which_families_the_runtime_has() -> None:
     """`plan` and `generate` say so before torch is imported or a rank is started."""
     from oddrank.layout.executors import RUNTIME
