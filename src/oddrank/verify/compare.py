@@ -42,16 +42,17 @@ def log_softmax(logits: Logits) -> Logits:
 
 
 def compare(reference: Sequence[Logits], other: Sequence[Logits]) -> Comparison:
-    """One [tokens, vocab] array a prompt on each side. Raises ValueError where shapes differ or a logit of the
-    other side is not a number."""
+    """One [tokens, vocab] array a prompt on each side. Raises ValueError where shapes differ or a logit of either
+    side is not a number."""
     max_abs = max_rel = kl_max = kl_sum = 0.0
     agreed = positions = 0
     first: Divergence | None = None
     for number, (r, o) in enumerate(zip(reference, other, strict=True)):
         if r.shape != o.shape:
             raise ValueError(f"prompt {number}: logits {list(o.shape)} against {list(r.shape)}")
-        if not np.isfinite(o).all():
-            raise ValueError(f"prompt {number}: {int((~np.isfinite(o)).sum())} logits are not finite")
+        for logits, whose in ((o, ""), (r, " of the reference")):  # max() below would pass over a NaN
+            if not np.isfinite(logits).all():
+                raise ValueError(f"prompt {number}: {int((~np.isfinite(logits)).sum())} logits{whose} are not finite")
         difference = float(np.abs(o - r).max())
         max_abs = max(max_abs, difference)
         max_rel = max(max_rel, difference / max(float(np.abs(r).max()), 1e-300))
