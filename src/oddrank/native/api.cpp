@@ -1,11 +1,8 @@
 // The C interface, for ctypes. Every function may be called from several threads at once.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <new>
-#include <vector>
 
 #include "abi.h"
 #include "pool.h"
@@ -115,8 +112,6 @@ int32_t oddrank_use(int32_t i) {
   chosen = levels[i];
   return 1;
 }
-
-void oddrank_pin(const int32_t *cpus, int32_t count) { pin(cpus, count); }
 
 int64_t oddrank_arranged(int32_t format, int64_t k) { return chosen->arranged(format, k); }
 

@@ -45,7 +45,6 @@ _FUNCTIONS = {
     "level_name": (ctypes.c_char_p, (_INT,)),
     "level_runs": (_INT, (_INT,)),
     "use": (_INT, (_INT,)),
-    "pin": (None, (_POINTER, _INT)),
     "arranged": (_LONG, (_INT, _LONG)),
     "arrange": (None, (_INT, _POINTER, _LONG, _LONG, _LONG, _POINTER)),
     "linear": (None, (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _INT)),
@@ -67,7 +66,7 @@ class Library:
             raise OSError(f"{file} is of another version")
         self.arranged, self.arrange = found.oddrank_arranged, found.oddrank_arrange
         self.linear, self.decode = found.oddrank_linear, found.oddrank_decode
-        self._use, self._pin = found.oddrank_use, found.oddrank_pin
+        self._use = found.oddrank_use
         self.levels = [found.oddrank_level_name(i).decode() for i in range(found.oddrank_levels())]
         able = [name for i, name in enumerate(self.levels) if found.oddrank_level_runs(i)]
         self.runs = [name for name in able if name == self.levels[0] or self._computes(name)]
@@ -82,10 +81,6 @@ class Library:
             raise ValueError(f"kernels for {level} do not run here; {', '.join(self.runs)} do")
         self._use(self.levels.index(level))
         self.level = level
-
-    def pin(self, cpus: list[int]) -> None:
-        """Keep the library's own threads, those that start from now on, on these CPUs, one each in turn."""
-        self._pin((ctypes.c_int32 * len(cpus))(*cpus), len(cpus))
 
     def _computes(self, level: str) -> bool:
         """Whether a level gives, for a small matrix of each format, what the plainest gives."""

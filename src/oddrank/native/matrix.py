@@ -10,6 +10,7 @@ from torch import Tensor
 
 from oddrank.formats import Format
 from oddrank.native.compiled import FORMATS, Library, Matrix, library
+from oddrank.runtime.threads import torch_threads
 
 _FEW = 16
 """Up to this many rows of x the weights are decoded as they are multiplied; more are multiplied by torch, tile by tile
@@ -17,6 +18,10 @@ of decoded rows: its product is then worth more than the way to the cache and ba
 
 _TILE_ELEMENTS = 1 << 19
 """Elements decoded at a time: 2 MB, which the last-level cache keeps beside x."""
+
+_THREADED_BYTES, _THREADED_ROWS = 1 << 18, 64
+"""Matrices of fewer bytes are multiplied on one thread, unless there are this many rows of x: waking another takes the
+time in which one reads so much."""
 
 _DENSE = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _SEGMENT = 32
@@ -38,6 +43,11 @@ class NativeMatrix:
         self.library, self.matrix, self.n, self.k = found, matrix, int(matrix.n), int(matrix.k)
         self.nbytes = self.n * int(matrix.row_bytes)
         self._kept, self._address = tensors, ctypes.addressof(matrix)
+
+    def threads(self, x: Tensor, available: int) -> int:
+        """How many of the available threads a product with x is worth."""
+        rows = x.numel() // max(1, self.k)
+        return available if self.nbytes >= _THREADED_BYTES or rows >= _THREADED_ROWS else 1
 
     def linear(self, x: Tensor, bias: Tensor | None = None, threads: int = 1) -> Tensor:
         """x [..., k] times the transposed matrix, plus bias [n], gives [..., n] in x's type (none of 64 bits). Sums are
@@ -77,7 +87,8 @@ class NativeMatrix:
         for begin in range(0, self.n, step):
             end = min(begin + step, self.n)
             self.library.decode(self._address, begin, end, tile.data_ptr(), threads)
-            torch.mm(arranged, tile[: end - begin].t(), out=out[:, begin:end])
+            with torch_threads(threads):
+                torch.mm(arranged, tile[: end - begin].t(), out=out[:, begin:end])
         return out
 
 

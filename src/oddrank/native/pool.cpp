@@ -10,7 +10,6 @@
 #include <atomic>
 #include <climits>
 #include <mutex>
-#include <vector>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -49,7 +48,6 @@ struct Pool {
   void *context = nullptr;
   int64_t pieces = 0;
   int started = 0;
-  std::vector<int32_t> cpus;
 };
 
 Pool *pool = new Pool;  // never destroyed: its threads outlive static destruction
@@ -102,14 +100,6 @@ void start(int wanted) {
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-#if defined(__linux__)
-    if (!pool->cpus.empty()) {
-      cpu_set_t set;
-      CPU_ZERO(&set);
-      CPU_SET(pool->cpus[size_t(pool->started) % pool->cpus.size()], &set);
-      pthread_attr_setaffinity_np(&attributes, sizeof set, &set);
-    }
-#endif
     pthread_t thread;
     const int failed =
         pthread_create(&thread, &attributes, thread_main, reinterpret_cast<void *>(intptr_t(pool->started)));
@@ -124,11 +114,6 @@ void forget_threads() { pool = new Pool; }  // a forked child has none of them
 const int registered = pthread_atfork(nullptr, nullptr, forget_threads);
 
 }  // namespace
-
-void pin(const int32_t *cpus, int32_t count) {
-  std::lock_guard<std::mutex> lock(pool->busy);
-  pool->cpus.assign(cpus, cpus + count);
-}
 
 void share(int threads, int64_t pieces, void (*work)(void *, int64_t), void *context) {
   (void)registered;
