@@ -4,6 +4,7 @@
 """
 
 from oddrank.native.compiled import Library, library
+from oddrank.native.experts import NativeExperts, native_experts
 from oddrank.native.matrix import NativeMatrix, native_matrix
 
-__all__ = ["Library", "NativeMatrix", "library", "native_matrix"]
+__all__ = ["Library", "NativeExperts", "NativeMatrix", "library", "native_experts", "native_matrix"]

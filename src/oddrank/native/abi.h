@@ -36,4 +36,9 @@ extern const Level scalar_level;
 extern const Level avx2_level, avx512_level;
 #endif
 
+// See oddrank_experts in api.cpp.
+void routed_experts(const Level *level, const Matrix *gate, const Matrix *up, const Matrix *down, int64_t experts,
+                    int64_t up_row, int64_t width, int64_t hidden, const float *x, int64_t tokens,
+                    const int64_t *ids, const float *weights, int64_t k, float *out, int32_t threads);
+
 }  // namespace oddrank

@@ -1,11 +1,10 @@
 // The C interface, for ctypes. Every function may be called from several threads at once.
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <new>
 
 #include "abi.h"
 #include "pool.h"
+#include "scratch.h"
 
 namespace oddrank {
 namespace {
@@ -31,25 +30,6 @@ const Level *const levels[] = {
 };
 constexpr int LEVELS = sizeof levels / sizeof levels[0];
 const Level *chosen = &scalar_level;
-
-// 64-byte aligned memory of a thread, kept from call to call.
-class Scratch {
- public:
-  ~Scratch() { std::free(memory_); }
-  float *floats(int64_t count) {
-    if (count > size_) {
-      std::free(memory_);
-      size_ = (count + 1023) / 1024 * 1024;
-      memory_ = static_cast<float *>(std::aligned_alloc(64, size_t(size_) * 4));
-      if (!memory_) throw std::bad_alloc();
-    }
-    return memory_;
-  }
-
- private:
-  float *memory_ = nullptr;
-  int64_t size_ = 0;
-};
 
 thread_local Scratch arranged_x;
 
@@ -138,6 +118,16 @@ void oddrank_decode(const Matrix *a, int64_t begin, int64_t end, float *out, int
   const int64_t width = chosen->arranged(a->format, a->k);
   Decoding d = {chosen, a, out, begin, end, rows_of_piece(end - begin, a->row_bytes, threads), width};
   if (end > begin) share(threads, (end - begin + d.step - 1) / d.step, Decoding::piece, &d);
+}
+
+// out: [tokens, hidden] = the sum over each token's k experts, all different, of weights times
+// down(silu(gate x) * up x). gate, up, down: one an expert, [width, hidden], [width, hidden], [hidden, width]; where gate
+// and up are one matrix up_row is the first of up's rows, else 0.
+void oddrank_experts(const Matrix *gate, const Matrix *up, const Matrix *down, int64_t experts, int64_t up_row,
+                     int64_t width, int64_t hidden, const float *x, int64_t tokens,
+                     const int64_t *ids, const float *weights, int64_t k, float *out, int32_t threads) {
+  routed_experts(chosen, gate, up, down, experts, up_row, width, hidden, x, tokens, ids, weights, k, out,
+                 threads);
 }
 
 }  // extern "C"

@@ -54,8 +54,8 @@ class StoredFormat:
 
 
 class StoredWeight(TableWeight):
-    """A matrix [n, k] held as stored and decoded as it is multiplied: by the compiled kernels once it is prepared, where
-    they take it, else by the decoder, tile by tile. The decoder alone multiplies in float64.
+    """A matrix [n, k] held as stored and decoded as it is multiplied: by the compiled kernels once prepared, where they
+    take it, else by the decoder, tile by tile. The decoder alone multiplies in float64.
 
     looked_up: the type of the rows that `take` gives.
     """
