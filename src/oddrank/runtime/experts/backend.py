@@ -30,7 +30,7 @@ class Layer(NamedTuple):
 
 
 class Compiled:
-    """A layer's sums by the compiled kernel, where it takes the banks and these are the device's own. The kernel is made
+    """A layer's sums by the compiled kernel, where it takes the banks and the device is the CPU. The kernel is made
     when it is first asked for."""
 
     def __init__(self, layer: Layer, share: ExpertShare) -> None:
