@@ -3,7 +3,8 @@
 //   Vec, WIDTH          a vector of fp32 and how many; load, store, zero, set1, add, mul, fma(a, b, c) = a * b + c, sum
 //   Bf16, Half, E4m3, Nvfp4, Mxfp4    the decoders
 //
-// A decoder takes a row a group at a time: GROUP columns in BYTES bytes become GROUP / WIDTH vectors, unscaled. Which
+// A decoder takes a row a group at a time: GROUP columns in BYTES bytes become GROUP / WIDTH vectors, unscaled, given to
+// `take` as they are made: more than two or three are never alive, for the sake of registers. Which
 // column a lane of a vector is of is up to it: column(i) tells for the i-th number of a group. KIND says where scales
 // are: PLAIN none; SEGMENT one for a run of columns that is a multiple of GROUP; LANES in vectors, each for GROUP /
 // WIDTH / SCALES vectors of the group. UNIT multiplies what it decodes (a power of two). `Seen` collects codes that
@@ -12,6 +13,8 @@
 // Everything is in an unnamed namespace: levels are compiled with different flags and must not share instances.
 #include <cmath>
 #include <cstring>
+
+#define INLINE __attribute__((always_inline))
 
 namespace oddrank {
 namespace {
@@ -56,11 +59,9 @@ struct RowReader {
   const uint8_t *scale(int64_t g) const { return g < full ? scales + g * F::SCALE_BYTES : last_scales; }
 };
 
-template <class F>
-float segment_scale(const Matrix &a, int64_t row, int64_t segment) {
-  const float *scales = reinterpret_cast<const float *>(a.scales);
-  const int64_t at = a.block_n ? row / a.block_n : 0;
-  return scales[at * a.scale_row + segment] * a.factor * F::UNIT;
+// The scales of a row's segments.
+inline const float *segment_scales(const Matrix &a, int64_t row) {
+  return reinterpret_cast<const float *>(a.scales) + (a.block_n ? row / a.block_n : 0) * a.scale_row;
 }
 
 // One row times one x.
@@ -70,7 +71,6 @@ float product(const Matrix &a, int64_t row, const float *x) {
   const RowReader<F> reader(a, row);
   const int64_t count = groups<F>(a.k);
   typename F::Seen seen;
-  Vec w[V];
   float total;
   if constexpr (F::KIND == PLAIN) {
     constexpr int CHAINS = V >= 8 ? V : 8;  // sums that do not wait for each other
@@ -80,60 +80,53 @@ float product(const Matrix &a, int64_t row, const float *x) {
     for (; g + CHAINS / V <= reader.full; g += CHAINS / V) {
       for (int u = 0; u < CHAINS / V; u++) {
         const uint8_t *p = reader.values + (g + u) * F::BYTES;
+        const float *at = x + (g + u) * F::GROUP;
         prefetch(p);
-        F::decode(p, w, seen);
-        for (int j = 0; j < V; j++) sums[u * V + j] = fma(w[j], load(x + (g + u) * F::GROUP + j * WIDTH), sums[u * V + j]);
+        F::decode(p, seen, [&](int j, Vec w) INLINE { sums[u * V + j] = fma(w, load(at + j * WIDTH), sums[u * V + j]); });
       }
     }
     for (; g < count; g++) {
-      F::decode(reader.group(g), w, seen);
-      for (int j = 0; j < V; j++) sums[j] = fma(w[j], load(x + g * F::GROUP + j * WIDTH), sums[j]);
+      const float *at = x + g * F::GROUP;
+      F::decode(reader.group(g), seen, [&](int j, Vec w) INLINE { sums[j] = fma(w, load(at + j * WIDTH), sums[j]); });
     }
     for (int step = CHAINS / 2; step; step /= 2)
       for (int j = 0; j < step; j++) sums[j] = add(sums[j], sums[j + step]);
     total = sum(sums[0]) * a.factor;
   } else if constexpr (F::KIND == SEGMENT) {
     const int64_t each = a.block_k ? a.block_k / F::GROUP : count;
+    const float *scales = segment_scales(a, row);
+    const float unit = a.factor * F::UNIT;
     Vec all = zero();
     for (int64_t g = 0, segment = 0; g < count; segment++) {
       const int64_t end = g + each < count ? g + each : count;
+      const int64_t whole = end < reader.full ? end : reader.full;
       Vec part[V];
       for (auto &p : part) p = zero();
-      const int64_t whole = end < reader.full ? end : reader.full;
-      for (; g < whole; g++) {
+      const float *at = x + g * F::GROUP;
+      auto take = [&](int j, Vec w) INLINE { part[j] = fma(w, load(at + j * WIDTH), part[j]); };
+      for (; g < whole; g++, at += F::GROUP) {
         const uint8_t *p = reader.values + g * F::BYTES;
         prefetch(p);
-        F::decode(p, w, seen);
-        for (int j = 0; j < V; j++) part[j] = fma(w[j], load(x + g * F::GROUP + j * WIDTH), part[j]);
+        F::decode(p, seen, take);
       }
-      for (; g < end; g++) {
-        F::decode(reader.last, w, seen);
-        for (int j = 0; j < V; j++) part[j] = fma(w[j], load(x + g * F::GROUP + j * WIDTH), part[j]);
-      }
+      for (; g < end; g++, at += F::GROUP) F::decode(reader.last, seen, take);
       for (int step = V / 2; step; step /= 2)
         for (int j = 0; j < step; j++) part[j] = add(part[j], part[j + step]);
-      all = fma(part[0], set1(segment_scale<F>(a, row, segment)), all);
+      all = fma(part[0], set1(scales[segment] * unit), all);
     }
     total = sum(all);
   } else {
     constexpr int EACH = V / F::SCALES;
-    const Vec factor = set1(a.factor * F::UNIT);
-    Vec all = zero(), scale[F::SCALES];
-    auto one = [&](const uint8_t *p, const uint8_t *s, const float *at) __attribute__((always_inline)) {
-      F::decode(p, w, seen);
-      F::scales(s, factor, scale, seen);
-      for (int i = 0; i < F::SCALES; i++) {
-        Vec even = mul(w[i * EACH], load(at + i * EACH * WIDTH));
-        if constexpr (EACH > 1) {
-          Vec odd = mul(w[i * EACH + 1], load(at + (i * EACH + 1) * WIDTH));
-          for (int j = 2; j < EACH; j += 2) {
-            even = fma(w[i * EACH + j], load(at + (i * EACH + j) * WIDTH), even);
-            odd = fma(w[i * EACH + j + 1], load(at + (i * EACH + j + 1) * WIDTH), odd);
-          }
-          even = add(even, odd);
-        }
-        all = fma(even, scale[i], all);
-      }
+    const Vec none = set1(1.0f);
+    Vec all = zero();
+    auto one = [&](const uint8_t *p, const uint8_t *s, const float *at) INLINE {
+      Vec scale[F::SCALES], part = zero();
+      F::scales(s, none, scale, seen);
+      F::decode(p, seen, [&](int j, Vec w) INLINE {
+        const Vec v = load(at + j * WIDTH);
+        part = j % EACH ? fma(w, v, part) : mul(w, v);
+        if (j % EACH == EACH - 1) all = fma(part, scale[j / EACH], all);
+      });
     };
     int64_t g = 0;
     for (; g < reader.full; g++) {
@@ -142,7 +135,7 @@ float product(const Matrix &a, int64_t row, const float *x) {
       one(p, reader.scales + g * F::SCALE_BYTES, x + g * F::GROUP);
     }
     if (g < count) one(reader.last, reader.last_scales, x + g * F::GROUP);
-    total = sum(all);
+    total = sum(all) * (a.factor * F::UNIT);
   }
   return F::bad(seen) ? NAN : total;
 }
@@ -152,33 +145,32 @@ template <class F>
 bool decode_groups(const Matrix &a, const RowReader<F> &reader, int64_t row, int64_t begin, int64_t end, float *out) {
   constexpr int V = F::GROUP / WIDTH;
   typename F::Seen seen;
-  Vec w[V];
   const Vec factor = set1(a.factor * F::UNIT);
   const int64_t each = F::KIND == SEGMENT ? (a.block_k ? a.block_k / F::GROUP : groups<F>(a.k)) : 0;
   int64_t segment = each ? begin / each : 0, left = each ? (segment + 1) * each - begin : 0;
+  const float *scales = F::KIND == SEGMENT ? segment_scales(a, row) : nullptr;
   Vec scale[F::SCALES];
   if constexpr (F::KIND == PLAIN) scale[0] = factor;
-  if constexpr (F::KIND == SEGMENT) scale[0] = set1(segment_scale<F>(a, row, segment));
+  if constexpr (F::KIND == SEGMENT) scale[0] = mul(set1(scales[segment]), factor);
   for (int64_t g = begin; g < end; g++) {
     const uint8_t *p = reader.group(g);
     prefetch(p);
-    F::decode(p, w, seen);
     if constexpr (F::KIND == LANES) F::scales(reader.scale(g), factor, scale, seen);
     if constexpr (F::KIND == SEGMENT) {
       if (left == 0) {
-        scale[0] = set1(segment_scale<F>(a, row, ++segment));
+        scale[0] = mul(set1(scales[++segment]), factor);
         left = each;
       }
       left--;
     }
     float *to = out + (g - begin) * F::GROUP;
-    for (int j = 0; j < V; j++) store(to + j * WIDTH, mul(w[j], scale[j / (V / F::SCALES)]));
+    F::decode(p, seen, [&](int j, Vec w) INLINE { store(to + j * WIDTH, mul(w, scale[j / (V / F::SCALES)])); });
   }
   return F::bad(seen);
 }
 
 template <int N>
-inline __attribute__((always_inline)) void tile_product(const float (&w)[ROWS][TILE], const float *x, int64_t stride,
+inline INLINE void tile_product(const float (&w)[ROWS][TILE], const float *x, int64_t stride,
                                                         int64_t columns, Vec (*sums)[ROWS]) {
   Vec s[N][ROWS];
   for (int b = 0; b < N; b++)

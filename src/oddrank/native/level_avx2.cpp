@@ -33,10 +33,11 @@ struct Bf16 {
   typedef Nothing Seen;
   static bool bad(Seen) { return false; }
   static int column(int i) { return i < 8 ? 2 * i : 2 * (i - 8) + 1; }
-  static inline void decode(const uint8_t *p, Vec (&w)[2], Seen &) {
+  template <class Take>
+  static inline __attribute__((always_inline)) void decode(const uint8_t *p, Seen &, Take take) {
     const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
-    w[0] = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
-    w[1] = _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000))));
+    take(0, _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)));
+    take(1, _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000)))));
   }
 };
 
@@ -46,13 +47,15 @@ struct Half {
   typedef Nothing Seen;
   static bool bad(Seen) { return false; }
   static int column(int i) { return i; }
-  static inline void decode(const uint8_t *p, Vec (&w)[2], Seen &) {
-    for (int j = 0; j < 2; j++) w[j] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p) + j));
+  template <class Take>
+  static inline __attribute__((always_inline)) void decode(const uint8_t *p, Seen &, Take take) {
+    for (int j = 0; j < 2; j++) take(j, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p) + j)));
   }
 };
 
 // e4m3 in the high byte of words -> fp16 of 2^-8 times the number: its bits one down from the sign, fp16's exponent
-// being one bit longer. Subnormals become subnormals. The codes for NaN become 480 and are told by `Seen`.
+// being one bit longer. Subnormals become subnormals, which converting takes as fast as others. The codes for NaN become
+// 480 and are told by `Seen`.
 inline __m256i e4m3_to_half(__m256i high) {
   return _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(short(0xbfff)));
 }
@@ -67,14 +70,15 @@ struct E4m3 {
     return _mm256_movemask_epi8(_mm256_cmpeq_epi8(s.most, _mm256_set1_epi8(0x7f))) != 0;
   }
   static int column(int i) { return i; }
-  static inline void decode(const uint8_t *p, Vec (&w)[4], Seen &seen) {
+  template <class Take>
+  static inline __attribute__((always_inline)) void decode(const uint8_t *p, Seen &seen, Take take) {
     const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)), none = _mm256_setzero_si256();
     seen.most = _mm256_max_epu8(seen.most, _mm256_and_si256(v, _mm256_set1_epi8(0x7f)));
     const __m256i lo = e4m3_to_half(_mm256_unpacklo_epi8(none, v)), hi = e4m3_to_half(_mm256_unpackhi_epi8(none, v));
-    w[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(lo));
-    w[1] = _mm256_cvtph_ps(_mm256_castsi256_si128(hi));
-    w[2] = _mm256_cvtph_ps(_mm256_extracti128_si256(lo, 1));
-    w[3] = _mm256_cvtph_ps(_mm256_extracti128_si256(hi, 1));
+    take(0, _mm256_cvtph_ps(_mm256_castsi256_si128(lo)));
+    take(1, _mm256_cvtph_ps(_mm256_castsi256_si128(hi)));
+    take(2, _mm256_cvtph_ps(_mm256_extracti128_si256(lo, 1)));
+    take(3, _mm256_cvtph_ps(_mm256_extracti128_si256(hi, 1)));
   }
 };
 
@@ -89,15 +93,17 @@ struct E2m1 {
     const int block = 4 * half + lane / 2, byte = 4 * upper + 2 * (lane % 2) + odd;
     return 16 * block + 2 * byte + nibble;
   }
-  static inline void expand(__m256i low, __m256i high, Vec *w) {
+  template <class Take>
+  static inline __attribute__((always_inline)) void expand(__m256i low, __m256i high, int at, Take take) {
     const __m256i top = _mm256_set1_epi32(int(0xffff0000));
     const __m256i first = _mm256_unpacklo_epi8(low, high), second = _mm256_unpackhi_epi8(low, high);
-    w[0] = _mm256_castsi256_ps(_mm256_slli_epi32(first, 16));
-    w[1] = _mm256_castsi256_ps(_mm256_and_si256(first, top));
-    w[2] = _mm256_castsi256_ps(_mm256_slli_epi32(second, 16));
-    w[3] = _mm256_castsi256_ps(_mm256_and_si256(second, top));
+    take(at, _mm256_castsi256_ps(_mm256_slli_epi32(first, 16)));
+    take(at + 1, _mm256_castsi256_ps(_mm256_and_si256(first, top)));
+    take(at + 2, _mm256_castsi256_ps(_mm256_slli_epi32(second, 16)));
+    take(at + 3, _mm256_castsi256_ps(_mm256_and_si256(second, top)));
   }
-  static inline __attribute__((always_inline)) void values(const uint8_t *p, Vec (&w)[16]) {
+  template <class Take>
+  static inline __attribute__((always_inline)) void values(const uint8_t *p, Take take) {
     const __m256i high = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, -0x80, -0x41, -0x41, -0x41, -0x40, -0x40, -0x40, -0x40));
     const __m256i low = _mm256_broadcastsi128_si256(
@@ -107,8 +113,8 @@ struct E2m1 {
       __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p) + half);
       v = _mm256_shuffle_epi32(v, 0xd8);  // low dwords of both blocks, then high ones
       const __m256i even = _mm256_and_si256(v, nibble), odd = _mm256_and_si256(_mm256_srli_epi16(v, 4), nibble);
-      expand(_mm256_shuffle_epi8(low, even), _mm256_shuffle_epi8(high, even), w + 8 * half);
-      expand(_mm256_shuffle_epi8(low, odd), _mm256_shuffle_epi8(high, odd), w + 8 * half + 4);
+      expand(_mm256_shuffle_epi8(low, even), _mm256_shuffle_epi8(high, even), 8 * half, take);
+      expand(_mm256_shuffle_epi8(low, odd), _mm256_shuffle_epi8(high, odd), 8 * half + 4, take);
     }
   }
   // Scales of blocks 0 1 4 5 2 3 6 7 -> those of the lanes of either half.
@@ -127,7 +133,8 @@ struct Nvfp4 : E2m1 {
   static bool bad(const Seen &s) {
     return _mm_movemask_epi8(_mm_cmpeq_epi8(s.most, _mm_set1_epi8(0x7f))) != 0;
   }
-  static inline void decode(const uint8_t *p, Vec (&w)[16], Seen &) { values(p, w); }
+  template <class Take>
+  static inline __attribute__((always_inline)) void decode(const uint8_t *p, Seen &, Take take) { values(p, take); }
   static inline void scales(const uint8_t *p, Vec factor, Vec (&scale)[2], Seen &seen) {
     const __m128i v = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p));
     seen.most = _mm_max_epu8(seen.most, _mm_and_si128(v, _mm_set1_epi8(0x7f)));
@@ -144,7 +151,8 @@ struct Mxfp4 : E2m1 {
     __m128i most = _mm_setzero_si128();
   };
   static bool bad(const Seen &s) { return _mm_movemask_epi8(_mm_cmpeq_epi8(s.most, _mm_set1_epi8(-1))) != 0; }
-  static inline void decode(const uint8_t *p, Vec (&w)[16], Seen &) { values(p, w); }
+  template <class Take>
+  static inline __attribute__((always_inline)) void decode(const uint8_t *p, Seen &, Take take) { values(p, take); }
   static inline void scales(const uint8_t *p, Vec factor, Vec (&scale)[2], Seen &seen) {
     int32_t four;
     __builtin_memcpy(&four, p, 4);

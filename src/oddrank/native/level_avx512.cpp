@@ -29,10 +29,11 @@ struct Bf16 {
   typedef Nothing Seen;
   static bool bad(Seen) { return false; }
   static int column(int i) { return i < 16 ? 2 * i : 2 * (i - 16) + 1; }
-  static inline void decode(const uint8_t *p, Vec (&w)[2], Seen &) {
+  template <class Take>
+  static inline __attribute__((always_inline)) void decode(const uint8_t *p, Seen &, Take take) {
     const __m512i v = _mm512_loadu_si512(p);
-    w[0] = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
-    w[1] = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000))));
+    take(0, _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)));
+    take(1, _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000)))));
   }
 };
 
@@ -42,8 +43,9 @@ struct Half {
   typedef Nothing Seen;
   static bool bad(Seen) { return false; }
   static int column(int i) { return i; }
-  static inline void decode(const uint8_t *p, Vec (&w)[2], Seen &) {
-    for (int j = 0; j < 2; j++) w[j] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p) + j));
+  template <class Take>
+  static inline __attribute__((always_inline)) void decode(const uint8_t *p, Seen &, Take take) {
+    for (int j = 0; j < 2; j++) take(j, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p) + j)));
   }
 };
 
@@ -58,13 +60,14 @@ struct E4m3 {
     return _mm256_movemask_epi8(_mm256_cmpeq_epi8(s.most, _mm256_set1_epi8(0x7f))) != 0;
   }
   static int column(int i) { return i; }
-  static inline void decode(const uint8_t *p, Vec (&w)[2], Seen &seen) {
+  template <class Take>
+  static inline __attribute__((always_inline)) void decode(const uint8_t *p, Seen &seen, Take take) {
     const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
     seen.most = _mm256_max_epu8(seen.most, _mm256_and_si256(v, _mm256_set1_epi8(0x7f)));
     const __m512i wide = _mm512_slli_epi16(_mm512_cvtepi8_epi16(v), 7);
     const __m512i words = _mm512_and_si512(wide, _mm512_set1_epi16(short(0xbfff)));
-    w[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(words));
-    w[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1));
+    take(0, _mm512_cvtph_ps(_mm512_castsi512_si256(words)));
+    take(1, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1)));
   }
 };
 
@@ -72,18 +75,19 @@ struct E4m3 {
 struct E2m1 {
   static constexpr int GROUP = 128, BYTES = 64, KIND = 2, SCALES = 1;
   static int column(int i) { return 8 * (i % 16) + i / 16; }
-  static inline __attribute__((always_inline)) void values(const uint8_t *p, Vec (&w)[8]) {
+  template <class Take>
+  static inline __attribute__((always_inline)) void values(const uint8_t *p, Take take) {
     const Vec numbers = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f,
                                        -3.0f, -4.0f, -6.0f);
     const __m512i v = _mm512_loadu_si512(p);
-    w[0] = _mm512_permutexvar_ps(v, numbers);  // takes the low four bits of a lane
-    w[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), numbers);
-    w[2] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 8), numbers);
-    w[3] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 12), numbers);
-    w[4] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 16), numbers);
-    w[5] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 20), numbers);
-    w[6] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 24), numbers);
-    w[7] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 28), numbers);
+    take(0, _mm512_permutexvar_ps(v, numbers));  // takes the low four bits of a lane
+    take(1, _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), numbers));
+    take(2, _mm512_permutexvar_ps(_mm512_srli_epi32(v, 8), numbers));
+    take(3, _mm512_permutexvar_ps(_mm512_srli_epi32(v, 12), numbers));
+    take(4, _mm512_permutexvar_ps(_mm512_srli_epi32(v, 16), numbers));
+    take(5, _mm512_permutexvar_ps(_mm512_srli_epi32(v, 20), numbers));
+    take(6, _mm512_permutexvar_ps(_mm512_srli_epi32(v, 24), numbers));
+    take(7, _mm512_permutexvar_ps(_mm512_srli_epi32(v, 28), numbers));
   }
 };
 
@@ -94,7 +98,8 @@ struct Nvfp4 : E2m1 {
     __m128i most = _mm_setzero_si128();
   };
   static bool bad(const Seen &s) { return _mm_movemask_epi8(_mm_cmpeq_epi8(s.most, _mm_set1_epi8(0x7f))) != 0; }
-  static inline void decode(const uint8_t *p, Vec (&w)[8], Seen &) { values(p, w); }
+  template <class Take>
+  static inline __attribute__((always_inline)) void decode(const uint8_t *p, Seen &, Take take) { values(p, take); }
   static inline void scales(const uint8_t *p, Vec factor, Vec (&scale)[1], Seen &seen) {
     const __m128i v = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(p));
     seen.most = _mm_max_epu8(seen.most, _mm_and_si128(v, _mm_set1_epi8(0x7f)));
@@ -110,7 +115,8 @@ struct Mxfp4 : E2m1 {
     __m128i most = _mm_setzero_si128();
   };
   static bool bad(const Seen &s) { return _mm_movemask_epi8(_mm_cmpeq_epi8(s.most, _mm_set1_epi8(-1))) != 0; }
-  static inline void decode(const uint8_t *p, Vec (&w)[8], Seen &) { values(p, w); }
+  template <class Take>
+  static inline __attribute__((always_inline)) void decode(const uint8_t *p, Seen &, Take take) { values(p, take); }
   static inline void scales(const uint8_t *p, Vec factor, Vec (&scale)[1], Seen &seen) {
     int32_t four;
     __builtin_memcpy(&four, p, 4);

@@ -85,33 +85,45 @@ struct Common {
 
 struct Bf16 : Common {
   static constexpr int BYTES = 64, KIND = 0, SCALES = 1, SCALE_BYTES = 0;
-  static inline void decode(const uint8_t *p, Vec (&w)[4], Seen &) {
+  template <class Take>
+  static inline void decode(const uint8_t *p, Seen &, Take take) {
+    Vec w[4];
     uint16_t codes[GROUP];
     std::memcpy(codes, p, sizeof codes);
     for (int i = 0; i < GROUP; i++) w[i / WIDTH].v[i % WIDTH] = from_bits(uint32_t(codes[i]) << 16);
+    for (int j = 0; j < 4; j++) take(j, w[j]);
   }
 };
 
 struct Half : Common {
   static constexpr int BYTES = 64, KIND = 0, SCALES = 1, SCALE_BYTES = 0;
-  static inline void decode(const uint8_t *p, Vec (&w)[4], Seen &) {
+  template <class Take>
+  static inline void decode(const uint8_t *p, Seen &, Take take) {
+    Vec w[4];
     uint16_t codes[GROUP];
     std::memcpy(codes, p, sizeof codes);
     for (int i = 0; i < GROUP; i++) w[i / WIDTH].v[i % WIDTH] = half(codes[i]);
+    for (int j = 0; j < 4; j++) take(j, w[j]);
   }
 };
 
 struct E4m3 : Common {
   static constexpr int BYTES = 32, KIND = 1, SCALES = 1, SCALE_BYTES = 0;
-  static inline void decode(const uint8_t *p, Vec (&w)[4], Seen &) {
+  template <class Take>
+  static inline void decode(const uint8_t *p, Seen &, Take take) {
+    Vec w[4];
     for (int i = 0; i < GROUP; i++) w[i / WIDTH].v[i % WIDTH] = tables.e4m3[p[i]];
+    for (int j = 0; j < 4; j++) take(j, w[j]);
   }
 };
 
 struct E2m1 : Common {
   static constexpr int BYTES = 16, KIND = 2, SCALES = 4;
-  static inline void decode(const uint8_t *p, Vec (&w)[4], Seen &) {
+  template <class Take>
+  static inline void decode(const uint8_t *p, Seen &, Take take) {
+    Vec w[4];
     for (int i = 0; i < GROUP; i++) w[i / WIDTH].v[i % WIDTH] = tables.e2m1[i % 2 ? p[i / 2] >> 4 : p[i / 2] & 15];
+    for (int j = 0; j < 4; j++) take(j, w[j]);
   }
 };
 
