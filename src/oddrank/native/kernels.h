@@ -4,11 +4,12 @@
 //   Bf16, Half, E4m3, Nvfp4, Mxfp4    the decoders
 //
 // A decoder takes a row a group at a time: GROUP columns in BYTES bytes become GROUP / WIDTH vectors, unscaled, given to
-// `take` as they are made: more than two or three are never alive, for the sake of registers. Which
-// column a lane of a vector is of is up to it: column(i) tells for the i-th number of a group. KIND says where scales
-// are: PLAIN none; SEGMENT one for a run of columns that is a multiple of GROUP; LANES in vectors, each for GROUP /
-// WIDTH / SCALES vectors of the group. UNIT multiplies what it decodes (a power of two). `Seen` collects codes that
-// stand for NaN where decoding does not make a NaN of them; one in a row makes the row's products NaN.
+// `take` as they are made: more than two or three are never alive, for the sake of registers. Which column a lane of a
+// vector is of is up to it: column(i) tells for the i-th number of a group. KIND says where scales are: PLAIN none;
+// SEGMENT one for a run of columns that is a multiple of GROUP; LANES in vectors, each for GROUP / WIDTH / SCALES vectors
+// of the group. UNIT and OF_X, powers of two, multiply what it decodes: one with the scales, the other with x when it is
+// arranged. `Seen` collects codes that stand for NaN where decoding does not make a NaN of them; one in a row makes the
+// row's products NaN.
 //
 // Everything is in an unnamed namespace: levels are compiled with different flags and must not share instances.
 #include <cmath>
@@ -250,11 +251,11 @@ void arrange_as(const float *x, int64_t k, float *out) {
   static const Order order;
   const int64_t full = k / F::GROUP;
   for (int64_t g = 0; g < full; g++)
-    for (int i = 0; i < F::GROUP; i++) out[g * F::GROUP + i] = x[g * F::GROUP + order.at[i]];
+    for (int i = 0; i < F::GROUP; i++) out[g * F::GROUP + i] = x[g * F::GROUP + order.at[i]] * F::OF_X;
   const int64_t left = k - full * F::GROUP;
   if (left == 0) return;
   for (int i = 0; i < F::GROUP; i++)
-    out[full * F::GROUP + i] = order.at[i] < left ? x[full * F::GROUP + order.at[i]] : 0.0f;
+    out[full * F::GROUP + i] = order.at[i] < left ? x[full * F::GROUP + order.at[i]] * F::OF_X : 0.0f;
 }
 
 // Calls f with a value of the decoder's type.

@@ -25,7 +25,7 @@ struct Nothing {};
 
 struct Bf16 {
   static constexpr int GROUP = 32, BYTES = 64, KIND = 0, SCALES = 1, SCALE_BYTES = 0;
-  static constexpr float UNIT = 1;
+  static constexpr float UNIT = 1, OF_X = 1;
   typedef Nothing Seen;
   static bool bad(Seen) { return false; }
   static int column(int i) { return i < 16 ? 2 * i : 2 * (i - 16) + 1; }
@@ -39,7 +39,7 @@ struct Bf16 {
 
 struct Half {
   static constexpr int GROUP = 32, BYTES = 64, KIND = 0, SCALES = 1, SCALE_BYTES = 0;
-  static constexpr float UNIT = 1;
+  static constexpr float UNIT = 1, OF_X = 1;
   typedef Nothing Seen;
   static bool bad(Seen) { return false; }
   static int column(int i) { return i; }
@@ -49,10 +49,11 @@ struct Half {
   }
 };
 
-// See level_avx2.cpp: fp16 of 2^-8 times the number, from the byte in the low half of each word.
+// fp16 of 2^-8 times the number: its bits one down from the sign, fp16's exponent being one bit longer. The codes for
+// NaN become 480 and are told by `Seen`.
 struct E4m3 {
   static constexpr int GROUP = 32, BYTES = 32, KIND = 1, SCALES = 1, SCALE_BYTES = 0;
-  static constexpr float UNIT = 256;
+  static constexpr float UNIT = 256, OF_X = 1;
   struct Seen {
     __m256i most = _mm256_setzero_si256();
   };
@@ -93,7 +94,7 @@ struct E2m1 {
 
 struct Nvfp4 : E2m1 {
   static constexpr int SCALE_BYTES = 8;
-  static constexpr float UNIT = 256;
+  static constexpr float UNIT = 256, OF_X = 1;
   struct Seen {
     __m128i most = _mm_setzero_si128();
   };
@@ -110,7 +111,7 @@ struct Nvfp4 : E2m1 {
 
 struct Mxfp4 : E2m1 {
   static constexpr int SCALE_BYTES = 4;
-  static constexpr float UNIT = 1;
+  static constexpr float UNIT = 1, OF_X = 1;
   struct Seen {
     __m128i most = _mm_setzero_si128();
   };

@@ -77,7 +77,7 @@ inline float half(uint16_t h) {
 
 struct Common {
   static constexpr int GROUP = 32;
-  static constexpr float UNIT = 1;
+  static constexpr float UNIT = 1, OF_X = 1;
   struct Seen {};
   static bool bad(Seen) { return false; }  // every code for NaN is decoded as one
   static int column(int i) { return i; }
