@@ -55,7 +55,7 @@ clean: ## remove .venv, .venv-vllm, the converted model and every cache
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 # The stamps are older than their inputs whenever those change, so a second run installs nothing.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/oddrank/native/*.cpp src/oddrank/native/*.h)
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || \
 	  { echo "make: no '$(PYTHON)' here; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -87,7 +87,7 @@ def test_threads_that_end_are_reported_to_who_waits():
 
 def test_a_closed_pool_says_so_and_so_does_the_layer_that_needs_it():
     layer = experts(stack(DENSE), (0, 64), options("cpu"))
-    batch = routing(2).tensors(torch.float32)
+    batch = routing(2).tensors(torch.float64)  # which the threads compute
     layer(*batch)
     layer.share.close()
     with pytest.raises(OddrankError, match="cannot go on"):

@@ -21,7 +21,7 @@ VARIABLES = {
     "ODDRANK_PLAN_TP": "plan for this many ranks, whatever vLLM's TP size is",
     "ODDRANK_COVERAGE": "strict or warn: what a tensor without a role, or a missing one, does",
 }
-OTHERS = ("ODDRANK_LOG",)
+OTHERS = ("ODDRANK_LOG", "ODDRANK_KERNELS")
 """Variables of the same name that the plugin has no use for and other parts of oddrank do."""
 
 _SWITCH = {"": False, "0": False, "off": False, "false": False, "no": False,

@@ -5,12 +5,14 @@ One file each: resident, offload, cpu, hybrid. All compute an expert by the same
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from oddrank.formats.declared import kind_of
+from oddrank.native import NativeExperts
 from oddrank.runtime.experts.bank import BankLayout, LayerBanks
 from oddrank.runtime.experts.kernel import Batch, ExpertKernel, Routed
 from oddrank.runtime.experts.share import ExpertShare
@@ -27,6 +29,26 @@ class Layer(NamedTuple):
     device: torch.device
 
 
+class Compiled:
+    """A layer's sums by the compiled kernel, where it takes the banks and the device is the CPU. The kernel is made
+    when it is first asked for."""
+
+    def __init__(self, layer: Layer, share: ExpertShare) -> None:
+        self._layer, self._threads = layer, share.threads
+
+    @cached_property
+    def _native(self) -> NativeExperts | None:
+        if self._layer.device.type != "cpu":
+            return None
+        banks = self._layer.banks
+        return self._layer.kernel.native(banks.gate_up.tensors, banks.down.tensors)
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor | None:
+        if x.dtype == torch.float64 or self._native is None:
+            return None
+        return self._native(x, weights, ids, self._threads)
+
+
 class Backend(ABC):
     """name: for --experts. on_device: its banks are on the device, else in host memory. caches: it has a cache of
     experts on the device. kinds: of numbers that it computes with (the first word of a format's name)."""
@@ -41,6 +63,10 @@ class Backend(ABC):
 
     @abstractmethod
     def terms(self, batch: Batch) -> Terms: ...
+
+    def whole(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor | None:
+        """The sum for a batch at once, in fp32, with the bits that adding up `terms` gives; None where it cannot."""
+        return None
 
     def nbytes(self) -> int:
         """Bytes that it keeps on the device beside its banks."""

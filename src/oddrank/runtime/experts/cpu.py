@@ -1,10 +1,11 @@
-"""CPU: experts are in host memory and the rank's CPU threads compute them, one expert a thread at a time."""
+"""CPU: experts are in host memory and the rank's CPU threads compute them: by the compiled kernel, or one expert a
+thread at a time."""
 
 from functools import partial
 
 from torch import Tensor
 
-from oddrank.runtime.experts.backend import Backend, Layer, Terms
+from oddrank.runtime.experts.backend import Backend, Compiled, Layer, Terms
 from oddrank.runtime.experts.kernel import Batch, Routed
 from oddrank.runtime.experts.pool import Job
 from oddrank.runtime.experts.share import ExpertShare
@@ -17,6 +18,10 @@ class Cpu(Backend):
 
     def __init__(self, layer: Layer, share: ExpertShare) -> None:
         self._layer, self._share = layer, share
+        self._compiled = Compiled(layer, share)
+
+    def whole(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor | None:
+        return self._compiled(x, weights, ids)
 
     def terms(self, batch: Batch) -> Terms:
         host = batch.to("cpu")

@@ -1,24 +1,21 @@
-"""The reference kernel of routed experts, in plain torch.
+"""The kernel of routed experts: the compiled one where it takes them, and the reference in plain torch.
 
 A batch is sorted by expert once; each expert that was chosen decodes its weights once, computes for its tokens, and its
 weighted outputs are added in the order of the experts, so a sum has one order whoever computed its terms.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from oddrank.native import NativeExperts, native_experts
+from oddrank.runtime.formats import Decoder
+
 Activation = Callable[[Tensor], Tensor]
 Stored = Mapping[str, Tensor]
 """A stored matrix: suffix -> tensor."""
-
-
-class Decoder(Protocol):
-    """A storage format, as far as experts need it: stored parts [S, ...] -> the matrices [S, N, K]."""
-
-    def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor: ...
 
 
 class Routed(NamedTuple):
@@ -74,11 +71,24 @@ class ExpertKernel(NamedTuple):
         """One expert's weighted output for its tokens, [n, hidden], on the device of the stored parts."""
         dtype, hidden = batch.x.dtype, batch.x.shape[-1]
         rows = batch.x.index_select(0, routed.tokens)
+        if dtype == torch.float32 and (one := self.native(_alone(gate_up), _alone(down))) is not None:
+            zero = torch.zeros(len(rows), 1, dtype=torch.int64)
+            return one(rows, routed.weights, zero, torch.get_num_threads())
         both = rows @ self.gate_up.dequantize(gate_up, dtype).reshape(-1, hidden).t()
         gate, up = both.chunk(2, -1)
         inner = self.activation(gate).mul_(up)
         out = inner @ self.down.dequantize(down, dtype).reshape(hidden, -1).t()
         return out.mul_(routed.weights)
+
+
+    def native(self, gate_up: Stored, down: Stored) -> NativeExperts | None:
+        """The compiled kernel for a layer's banks, parts [experts, sections, ...]; None where it does not take them. It
+        adds an expert's terms up as `add_up` does, to the same bits."""
+        return native_experts((self.gate_up, gate_up), (self.down, down), self.activation)
+
+
+def _alone(stored: Stored) -> Stored:
+    return {suffix: tensor[None] for suffix, tensor in stored.items()}
 
 
 def add_up(batch: Batch, terms: Iterable[tuple[Routed, Tensor]]) -> Tensor:

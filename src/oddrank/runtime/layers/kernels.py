@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
+from oddrank.native import NativeMatrix, library, native_matrix
+from oddrank.runtime.formats import decoder
 from oddrank.runtime.layers.module import Module, Parameter
 from oddrank.runtime.precision import Precision
 from oddrank.runtime.threads import side_by_side, torch_threads
@@ -67,7 +69,7 @@ class DenseFormat:
         weight = Parameter([(f"{part.name}.weight", part.rows) for part in parts], (k,), weights)
         if weights == activations:
             return DenseWeight(weight)
-        return HalfPackedWeight(weight) if half_packing_works() else NarrowWeight(weight)
+        return NarrowWeight(weight) if library() or not half_packing_works() else HalfPackedWeight(weight)
 
 
 class DenseWeight(LinearWeight):
@@ -81,20 +83,33 @@ class DenseWeight(LinearWeight):
 
 
 class NarrowWeight(LinearWeight):
-    """bf16 or fp16 weights under fp32 activations, by what torch has everywhere.
+    """bf16 or fp16 weights under fp32 activations: by the compiled kernels once prepared, where there are any, else by
+    what torch has everywhere.
 
-    One to three rows of x go through the half-precision product, which rounds x and the result; more are
+    In torch, one to three rows of x go through the half-precision product, which rounds x and the result; more are
     multiplied in fp32 by blocks of the matrix that are converted as they are needed.
     """
 
     def __init__(self, weight: Parameter) -> None:
         self.weight = weight
-        self._threads = 1
+        self._threads = self._available = 1
+        self._native: NativeMatrix | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether products with few rows of x are rounded to half precision."""
+        return self._native is None
 
     def prepare(self, threads: int) -> None:
+        self._prepare_torch(threads)
+        self._native, self._available = native_matrix(decoder("dense"), {".weight": self.weight.data}), threads
+
+    def _prepare_torch(self, threads: int) -> None:
         self._threads = threads if math.prod(self.weight.shape) >= THREADED_ELEMENTS else 1
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._native is not None:
+            return self._native.linear(x, bias, self._native.threads(x, self._available))
         if self._threads == 1:
             return self._product(x, bias)
         with torch_threads(self._threads):
@@ -139,7 +154,7 @@ class HalfPackedWeight(NarrowWeight):
     def prepare(self, threads: int) -> None:
         if self._packs:
             return
-        super().prepare(threads)
+        self._prepare_torch(threads)
         weight = self.weight.data
         n, k = weight.shape
         if weight.numel() == 0:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from oddrank.errors import OddrankError
+from oddrank.native import NativeMatrix, native_matrix
 from oddrank.runtime.formats import decoder, torch_dtype
 from oddrank.runtime.layers.kernels import THREADED_ELEMENTS, DenseFormat, LinearWeight, Rows
 from oddrank.runtime.layers.module import Parameter, Part
@@ -53,7 +54,8 @@ class StoredFormat:
 
 
 class StoredWeight(TableWeight):
-    """A matrix [n, k] held as stored and decoded, tile by tile, as it is multiplied.
+    """A matrix [n, k] held as stored and decoded as it is multiplied: by the compiled kernels once prepared, where they
+    take it, else by the decoder, tile by tile. The decoder alone multiplies in float64.
 
     looked_up: the type of the rows that `take` gives.
     """
@@ -69,11 +71,16 @@ class StoredWeight(TableWeight):
         ]
         self.looked_up, self._elements = looked_up, n * k
         self._threads: int | None = None
+        self._native: NativeMatrix | None = None
+        self._available = 1
 
     def prepare(self, threads: int) -> None:
         self._threads = threads if self._elements >= THREADED_ELEMENTS else 1
+        self._native, self._available = native_matrix(self.decoder, self._stored()), threads
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self._native is not None and x.dtype != torch.float64:
+            return self._native.linear(x, bias, self._native.threads(x, self._available))
         with torch_threads(self._threads or torch.get_num_threads()):
             return self.decoder.linear(x, self._stored(), bias)
 

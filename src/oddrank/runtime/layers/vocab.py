@@ -117,7 +117,7 @@ class ParallelLMHead(Module):
     def _local(self, x: Tensor) -> Tensor:
         logits = self.weight(x)
         narrow = self.weight.narrow if isinstance(self.weight, DenseTable) else None
-        if narrow is not None and len(x) <= 3:
+        if narrow is not None and narrow.rounds and len(x) <= 3:
             # The half-precision product rounds each logit to 8 bits, which makes ties of near neighbours.
             for scores, row in zip(logits, x, strict=True):
                 best = scores.topk(min(_CONTENDERS, self._rows), sorted=False).indices

@@ -1,0 +1,50 @@
+"""Builds the kernels of oddrank.native where there is a C++ compiler. Without one, or where it fails, the package is
+installed all the same and computes with torch alone. Everything else is in pyproject.toml."""
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = Path("src/oddrank/native")
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno"]
+QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+"""gcc 12 warns of its own AVX-512 header."""
+LEVELS = {
+    "level_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "level_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+}
+"""Files compiled for CPUs with more features than every CPU has; which is used is decided where it runs."""
+
+
+class BuildKernels(build_ext):
+    """A library for ctypes, not a Python module: each file has flags of its own, and the name tells no Python."""
+
+    def build_extension(self, ext: Extension) -> None:
+        x86 = platform.machine().lower() in ("x86_64", "amd64")
+        objects = []
+        for source in ext.sources:
+            flags = FLAGS + QUIET + (LEVELS.get(Path(source).stem, []) if x86 else [])
+            objects += self.compiler.compile(
+                [source], output_dir=self.build_temp, extra_postargs=flags, depends=ext.depends
+            )
+        target = self.get_ext_fullpath(ext.name)
+        self.compiler.link_shared_object(objects, target, extra_postargs=["-pthread"], target_lang="c++")
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "oddrank.native._kernels",
+            sources=sorted(str(path) for path in SOURCES.glob("*.cpp")),
+            depends=sorted(str(path) for path in SOURCES.glob("*.h")),
+            language="c++",
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+)

@@ -1,0 +1,129 @@
+"""The compiled library, through ctypes."""
+
+import ctypes
+import logging
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+_FILE = Path(__file__).with_name("_kernels.so")
+_VERSION = 1
+"""Of the interface; api.cpp has the same."""
+
+CHOICE = "ODDRANK_KERNELS"
+"""Environment variable: "torch" for no kernels of ours, or the name of a level (see `Library.levels`)."""
+
+FORMATS = ("bf16", "f16", "e4m3", "nvfp4", "mxfp4")
+"""In the order of abi.h."""
+
+log = logging.getLogger(__name__)
+
+
+class Matrix(ctypes.Structure):
+    """abi.h's Matrix."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("scale_row", ctypes.c_int64),
+        ("block_n", ctypes.c_int64),
+        ("block_k", ctypes.c_int64),
+        ("factor", ctypes.c_float),
+        ("format", ctypes.c_int32),
+    )
+
+
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_FUNCTIONS = {
+    "version": (_INT, ()),
+    "levels": (_INT, ()),
+    "level_name": (ctypes.c_char_p, (_INT,)),
+    "level_runs": (_INT, (_INT,)),
+    "use": (_INT, (_INT,)),
+    "arranged": (_LONG, (_INT, _LONG)),
+    "arrange": (None, (_INT, _POINTER, _LONG, _LONG, _LONG, _POINTER)),
+    "linear": (None, (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _INT)),
+    "decode": (None, (_POINTER, _LONG, _LONG, _POINTER, _INT)),
+    "experts": (
+        None,
+        (_POINTER,) * 3 + (_LONG,) * 4 + (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _INT),
+    ),
+}
+
+
+class Library:
+    """levels: what it was compiled for, from the plainest on. runs: those that this CPU runs and that compute rightly.
+    level: the one in use."""
+
+    def __init__(self, file: Path) -> None:
+        """OSError or AttributeError where the file is not the library of this version."""
+        found = ctypes.CDLL(str(file))
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(found, f"oddrank_{name}")
+            function.restype, function.argtypes = result, arguments
+        if found.oddrank_version() != _VERSION:
+            raise OSError(f"{file} is of another version")
+        self.arranged, self.arrange = found.oddrank_arranged, found.oddrank_arrange
+        self.linear, self.decode, self.experts = found.oddrank_linear, found.oddrank_decode, found.oddrank_experts
+        self._use = found.oddrank_use
+        self.levels = [found.oddrank_level_name(i).decode() for i in range(found.oddrank_levels())]
+        able = [name for i, name in enumerate(self.levels) if found.oddrank_level_runs(i)]
+        self.runs = [name for name in able if name == self.levels[0] or self._computes(name)]
+        if wrong := sorted({*able} - {*self.runs}):
+            log.warning("kernels for %s compute wrongly on this CPU and are not used", ", ".join(wrong))
+        self.level = ""
+        self.use(self.runs[-1])
+
+    def use(self, level: str) -> None:
+        """Compute with a level from now on, in all threads. ValueError where it does not run here."""
+        if level not in self.runs:
+            raise ValueError(f"kernels for {level} do not run here; {', '.join(self.runs)} do")
+        self._use(self.levels.index(level))
+        self.level = level
+
+    def _computes(self, level: str) -> bool:
+        """Whether a level gives, for a small matrix of each format, what the plainest gives."""
+        return all(
+            np.allclose(self._sample(level, form), self._sample(self.levels[0], form), rtol=1e-4, atol=1e-3)
+            for form in range(len(FORMATS))
+        )
+
+    def _sample(self, level: str, form: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        n, k, m = 5, 288, 2
+        draw = np.random.default_rng(form)
+        values = draw.integers(0, 0x3C if form < 2 else 0x7F, (n, 2 * k), np.uint8)
+        scales = draw.uniform(0.5, 2, n * k).astype(np.float32) if form == 2 else np.full(n * k, 0x7E, np.uint8)
+        x = draw.uniform(-1, 1, (m, k)).astype(np.float32)
+        row = (2 * k, 2 * k, k, k // 2, k // 2)[form]
+        block = (0, 0, 128, 16, 32)[form]
+        matrix = Matrix(
+            values.ctypes.data, scales.ctypes.data, n, k, row, -(-k // block) if block else 0, 1, block, 0.01, form
+        )
+        self._use(self.levels.index(level))
+        found = []
+        for rows in (x, x[:1]):
+            y = np.empty((len(rows), n), np.float32)
+            self.linear(ctypes.addressof(matrix), rows.ctypes.data, len(rows), k, None, y.ctypes.data, n, 1)
+            found.append(y)
+        return np.concatenate(found)
+
+
+@cache
+def library() -> Library | None:
+    """The library, with the best level of this CPU in use; None, said once, where there is none to use."""
+    choice = os.environ.get(CHOICE, "")
+    if choice == "torch":
+        return None
+    try:
+        found = Library(_FILE)
+    except (OSError, AttributeError) as error:
+        log.warning("the compiled CPU kernels are missing, torch computes instead, more slowly (%s)", error)
+        return None
+    if choice:
+        found.use(choice)
+    return found

@@ -1,0 +1,180 @@
+"""Stored matrices as the compiled kernels take them: where their bytes are, held as the checkpoint has them."""
+
+import ctypes
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from oddrank.formats import Format
+from oddrank.native.compiled import FORMATS, Library, Matrix, library
+from oddrank.runtime.threads import torch_threads
+
+_FEW = 16
+"""Up to this many rows of x the weights are decoded as they are multiplied; more are multiplied by torch, tile by tile
+of decoded rows: its product is then worth more than the way to the cache and back."""
+
+_TILE_ELEMENTS = 1 << 19
+"""Elements decoded at a time: 2 MB, which the last-level cache keeps beside x."""
+
+_THREADED_BYTES, _THREADED_ROWS = 1 << 18, 64
+"""Matrices of fewer bytes are multiplied on one thread, unless there are this many rows of x: waking another takes the
+time in which one reads so much."""
+
+_DENSE = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_SEGMENT = 32
+"""Scales of fp8 must cover a multiple of this many columns."""
+
+
+class Decodes(Protocol):
+    """A decoder of oddrank.runtime.formats, as far as its layout matters here."""
+
+    format: Format
+    name: str
+    blocks: dict[str, tuple[int, int]]
+
+
+class NativeMatrix:
+    """A matrix [n, k] in the caller's memory: `tensors` are kept as long as this is."""
+
+    def __init__(self, found: Library, matrix: Matrix, tensors: list[Tensor]) -> None:
+        self.library, self.matrix, self.n, self.k = found, matrix, int(matrix.n), int(matrix.k)
+        self.nbytes = self.n * int(matrix.row_bytes)
+        self._kept, self._address = tensors, ctypes.addressof(matrix)
+
+    def threads(self, x: Tensor, available: int) -> int:
+        """How many of the available threads a product with x is worth."""
+        rows = x.numel() // max(1, self.k)
+        return available if self.nbytes >= _THREADED_BYTES or rows >= _THREADED_ROWS else 1
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, threads: int = 1) -> Tensor:
+        """x [..., k] times the transposed matrix, plus bias [n], gives [..., n] in x's type (none of 64 bits). Sums are
+        in fp32; they do not depend on `threads`, nor do those of up to 16 rows on how many rows there are beyond one.
+        """
+        flat = x.reshape(math.prod(x.shape[:-1]), self.k).float()
+        if flat.stride(-1) != 1:
+            flat = flat.contiguous()
+        m = len(flat)
+        if m > _FEW:
+            out = self._many(flat, threads)
+            if bias is not None:
+                out += bias
+        else:
+            out = torch.empty(m, self.n)
+            added = None if bias is None else bias.float().contiguous()
+            self.library.linear(
+                self._address,
+                flat.data_ptr(),
+                m,
+                flat.stride(0),
+                None if added is None else added.data_ptr(),
+                out.data_ptr(),
+                self.n,
+                threads,
+            )
+        return out.to(x.dtype).reshape(*x.shape[:-1], self.n)
+
+    def _many(self, x: Tensor, threads: int) -> Tensor:
+        form = int(self.matrix.format)
+        width = self.library.arranged(form, self.k)
+        arranged = torch.empty(len(x), width)
+        self.library.arrange(form, x.data_ptr(), len(x), self.k, x.stride(0), arranged.data_ptr())
+        step = max(4, _TILE_ELEMENTS // width // 4 * 4)
+        tile = torch.empty(min(step, self.n), width)
+        out = torch.empty(len(x), self.n)
+        for begin in range(0, self.n, step):
+            end = min(begin + step, self.n)
+            self.library.decode(self._address, begin, end, tile.data_ptr(), threads)
+            with torch_threads(threads):
+                torch.mm(arranged, tile[: end - begin].t(), out=out[:, begin:end])
+        return out
+
+
+def native_matrix(decoder: Decodes, stored: Mapping[str, Tensor]) -> NativeMatrix | None:
+    """A stored matrix [n, k] for the kernels; None where there are none, where it is not in this machine's memory, or
+    where they do not compute with matrices stored so."""
+    found = library()
+    if found is None or any(t.device.type != "cpu" or not t.is_contiguous() for t in stored.values()):
+        return None
+    kind = decoder.name.partition("-")[0]
+    values = stored[decoder.format.stored[0].suffix]
+    if values.dim() != 2 or not values.numel():
+        return None
+    described = {"dense": _dense, "fp8": _fp8, "nvfp4": _nvfp4, "mxfp4": _mxfp4}.get(kind, _none)(decoder, stored)
+    if described is None:
+        return None
+    matrix, kept = described
+    return NativeMatrix(found, matrix, [values, *kept])
+
+
+Described = tuple[Matrix, list[Tensor]] | None
+
+
+def _matrix(form: str, values: Tensor, scales: Tensor | None, k: int, factor: float = 1.0) -> Matrix:
+    row = values.shape[1] * values.element_size()
+    return Matrix(
+        values.data_ptr(),
+        None if scales is None else scales.data_ptr(),
+        values.shape[0],
+        k,
+        row,
+        0 if scales is None else scales.shape[-1],
+        1,
+        0,
+        factor,
+        FORMATS.index(form),
+    )
+
+
+def _none(_decoder: Decodes, _stored: Mapping[str, Tensor]) -> Described:
+    return None
+
+
+def _dense(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
+    values = stored[decoder.format.stored[0].suffix]
+    form = _DENSE.get(values.dtype)
+    return None if form is None else (_matrix(form, values, None, values.shape[1]), [])
+
+
+def _fp8(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
+    values, declared = stored[decoder.format.stored[0].suffix], decoder.format.stored[1]
+    scales = stored[declared.suffix].float()  # few: the values' bytes over those of a block
+    if scales.isinf().any():
+        return None  # infinite times zero is not a number, element by element
+    rows, columns = decoder.blocks[declared.suffix]
+    n, k = values.shape
+    if declared.shape in ("scalar", "one"):
+        rows = columns = 0
+    elif declared.shape == "n":
+        columns = 0
+    if columns >= k:
+        columns = 0
+    if columns % _SEGMENT:
+        return None
+    scales = scales.reshape(-(-n // rows) if rows else 1, -(-k // columns) if columns else 1)
+    matrix = _matrix("e4m3", values, scales, k)
+    matrix.block_n, matrix.block_k = rows, columns
+    return matrix, [scales]
+
+
+def _nvfp4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
+    packed, blocks, whole = (s.suffix for s in decoder.format.stored[:3])
+    if decoder.blocks[packed] != (1, 2) or decoder.blocks[blocks] != (1, 16) or stored[whole].numel() != 1:
+        return None
+    factor = float(stored[whole].float())
+    if whole == ".weight_global_scale":  # divides
+        factor = 1 / factor if factor else math.inf
+    if not 2.0**-100 < abs(factor) < 2.0**100:
+        return None
+    values = stored[packed]
+    return _matrix("nvfp4", values, stored[blocks], 2 * values.shape[1], factor), [stored[blocks]]
+
+
+def _mxfp4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
+    packed, exponents = (s.suffix for s in decoder.format.stored[:2])
+    if decoder.blocks[packed] != (1, 2) or decoder.blocks[exponents] != (1, 32):
+        return None
+    values = stored[packed]
+    return _matrix("mxfp4", values, stored[exponents], 2 * values.shape[1]), [stored[exponents]]

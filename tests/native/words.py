@@ -1,0 +1,95 @@
+"""Random stored words of every format that the kernels take, and what they stand for, by numpy in float64."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from formats.codec import E2M1, E4M3, exponents
+from torch import Tensor
+
+from oddrank.runtime.formats import Decoder, decoder
+
+
+class Case(NamedTuple):
+    """name: of the format; block: of fp8 scales (rows, columns)."""
+
+    name: str
+    block: tuple[int, int] = (0, 0)
+    dtype: torch.dtype = torch.float32
+
+    def decoder(self) -> Decoder:
+        if not self.name.startswith("fp8-block"):
+            return decoder(self.name)
+        suffix = ".weight_scale" if "ct" in self.name else ".weight_scale_inv"
+        return decoder(self.name, {suffix: self.block})
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.name}-{self.block[0]}x{self.block[1]}-{dtype}" if self.block[0] else f"{self.name}-{dtype}"
+
+
+CASES = [
+    Case("dense", dtype=torch.bfloat16),
+    Case("dense", dtype=torch.float16),
+    Case("fp8-block", (128, 128)),
+    Case("fp8-block", (64, 128), torch.bfloat16),
+    Case("fp8-block-ct", (128, 64)),
+    Case("fp8-block", (1, 32)),
+    Case("fp8-channel", dtype=torch.bfloat16),
+    Case("fp8-channel-1d"),
+    Case("fp8-tensor"),
+    Case("fp8-tensor-ct"),
+    Case("nvfp4"),
+    Case("nvfp4-ct"),
+    Case("mxfp4"),
+    Case("mxfp4-ct"),
+]
+
+
+class Sample(NamedTuple):
+    decoder: Decoder
+    stored: dict[str, Tensor]
+    numbers: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+def sample(case: Case, n: int, k: int, seed: int = 0) -> Sample:
+    """[n, k] of all codes but those of NaN and infinity; row 0 is zero where there are others."""
+    draw, form = np.random.default_rng(seed), case.decoder()
+    stored: dict[str, Tensor] = {}
+    suffixes = [s.suffix for s in form.format.stored if not s.optional]
+    shapes = [form.shape(suffix, n, k) for suffix in suffixes]
+    zero = slice(0, 1 if n > 1 else 0)
+    kind = case.name.partition("-")[0]
+    if kind == "dense":
+        values = torch.from_numpy(draw.normal(0, 1, (n, k))).to(case.dtype)
+        values[zero] = 0
+        return Sample(form, {suffixes[0]: values}, values.double().numpy())
+    codes = draw.integers(0, 256, shapes[0], np.uint8)
+    codes[zero] = 0
+    if kind == "fp8":
+        codes[codes & 127 == 127] = 3  # subnormal; others are among the rest
+        scales = torch.from_numpy(draw.uniform(-2, 2, shapes[1])).to(case.dtype)
+        spread = scales.double().numpy()
+        rows, columns = form.blocks[suffixes[1]]
+        if spread.ndim == 1 and len(spread) == n and case.name.endswith("1d"):
+            spread = spread[:, None]
+        if spread.ndim == 2:
+            spread = np.repeat(spread, rows or 1, 0)[:n]
+            spread = np.repeat(spread, columns, 1)[:, :k] if columns else spread
+        stored = {suffixes[0]: torch.from_numpy(codes).view(torch.float8_e4m3fn), suffixes[1]: scales}
+        return Sample(form, stored, E4M3[codes].astype(np.float64) * spread)
+    pairs = np.stack([codes & 15, codes >> 4], -1).reshape(n, -1)[:, :k]
+    stored[suffixes[0]] = torch.from_numpy(codes)
+    if kind == "mxfp4":
+        scales = draw.integers(120, 130, shapes[1], np.uint8)
+        stored[suffixes[1]] = torch.from_numpy(scales)
+        return Sample(form, stored, E2M1[pairs] * np.repeat(exponents(scales), 32, 1)[:, :k])
+    scales = draw.integers(0, 127, shapes[1], np.uint8) | draw.integers(0, 2, shapes[1], np.uint8) << 7
+    whole = torch.tensor(0.0123).reshape(shapes[2])
+    if case.name == "nvfp4-ct":
+        whole = 1 / whole
+    factor = 1 / float(whole) if case.name == "nvfp4-ct" else float(whole)
+    stored |= {suffixes[1]: torch.from_numpy(scales).view(torch.float8_e4m3fn), suffixes[2]: whole}
+    return Sample(form, stored, E2M1[pairs] * np.repeat(E4M3[scales].astype(np.float64), 16, 1)[:, :k] * factor)
