@@ -171,6 +171,18 @@ def test_logits_that_are_no_numbers_are_told(wrong: float, temperature: float) -
             sampler(torch.tensor(logits))
 
 
+@pytest.mark.parametrize("option", ["slots", "chunk"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_an_engine_has_room_for_something(option: str, value: int) -> None:
+    options: dict[str, Any] = {option: value}
+
+    def start(model: Llama) -> Engine:
+        return Engine(model, **options)
+
+    with pytest.raises(OddrankError, match=f"{option} is {value} and must be at least 1"):
+        on_ranks(tiny("llama"), ragged(tiny("llama"), 1), start)
+
+
 def test_the_planner_knows_which_families_the_runtime_has() -> None:
     """`plan` and `generate` say so before torch is imported or a rank is started."""
     from oddrank.layout.executors import RUNTIME

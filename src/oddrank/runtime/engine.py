@@ -40,6 +40,9 @@ class Engine:
     """
 
     def __init__(self, model: Llama, eos: Sequence[int] = (), *, slots: int = 16, chunk: int = 1024) -> None:
+        for name, value in (("slots", slots), ("chunk", chunk)):
+            if value < 1:
+                raise OddrankError(f"{name} is {value} and must be at least 1.")
         self.model, self.eos, self.slots, self.chunk = model, frozenset(eos), slots, chunk
         self.prepare_seconds = prepare(model)
         self.timings = Timings(prepare_seconds=self.prepare_seconds)
