@@ -20,8 +20,8 @@ from oddrank.verify.oracle import transformers_logits
 
 TOLERANCE = {"fp64": 1e-5, "fp32": 1e-4, "fp16": 3e-2, "bf16": 1e-1}
 """Largest |difference| allowed over the largest |logit|, by compute dtype. Different orders of summation differ by a
-few hundred roundings; bf16 rounds by 2^-9. In fp64 it is transformers that rounds: it computes norms and rotary angles in
-fp32 whatever the dtype (2e-7 to 6e-7 seen on tiny models)."""
+few hundred roundings; bf16 rounds by 2^-9. In fp64 it is transformers that rounds: it computes norms and rotary angles
+in fp32 whatever the dtype (2e-7 to 6e-7 seen on tiny models)."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
