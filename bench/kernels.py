@@ -22,6 +22,7 @@ from report import row
 
 from oddrank.native import NativeMatrix, library, native_experts, native_matrix
 from oddrank.runtime.formats import Decoder, decoder
+from oddrank.runtime.pages import in_large_pages
 from oddrank.runtime.topology.limits import cores_available
 
 N = K = 4096
@@ -34,6 +35,11 @@ AGAINST_BF16 = {"fp8 block": 1.7, "NVFP4": 3.0, "MXFP4": 3.0}
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH = 256, 8, 2048, 512
 """The geometry of the 35B-A3B's layers."""
+
+
+def loaded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory as the runtime's loader asks for it."""
+    return in_large_pages(torch.empty_like(tensor)).copy_(tensor)
 
 
 def stored(form: Decoder, n: int, k: int, leading: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
@@ -65,7 +71,7 @@ class Rotation:
         self.count, self.threads = max(2, -(-ROTATED // self.each)), threads
         self.matrices: list[NativeMatrix] = []
         for _ in range(self.count):
-            made = native_matrix(form, {suffix: part.clone() for suffix, part in one.items()})
+            made = native_matrix(form, {suffix: loaded(part) for suffix, part in one.items()})
             assert made is not None
             self.matrices.append(made)
 
@@ -85,6 +91,7 @@ class Layer:
         form = decoder(FORMATS[name])
         self.threads = threads
         banks = [stored(form, *shape, leading=(EXPERTS, 1)) for shape in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))]
+        banks = [{suffix: loaded(part) for suffix, part in bank.items()} for bank in banks]
         made = native_experts((form, banks[0]), (form, banks[1]), F.silu)
         assert made is not None
         self.experts = made
@@ -112,7 +119,7 @@ def main() -> int:
         print(json.dumps({"load": load, "failed": "the compiled kernels are missing"}))
         return 1
     torch.set_num_threads(threads)
-    memory = torch.ones(ROTATED // 4)
+    memory = in_large_pages(torch.empty(ROTATED // 4)).fill_(1)
     works: dict[str, tuple[int, Callable[[], object]]] = {"reading": (memory.nbytes, memory.sum)}
     each: dict[str, int] = {}
     one, some = torch.randn(1, K), torch.randn(BATCH, K)

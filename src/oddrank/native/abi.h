@@ -27,8 +27,6 @@ struct Level {
   void (*arrange)(int32_t format, const float *x, int64_t k, float *out);
   // y[b * stride + row] = row . x[b] for rows [begin, end) and b < m; x: [m, arranged(k)]
   void (*multiply)(const Matrix &a, const float *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride);
-  // rows [begin, end) decoded and scaled, arranged like x: [end - begin, arranged(k)]
-  void (*decode)(const Matrix &a, int64_t begin, int64_t end, float *out);
 };
 
 extern const Level scalar_level;

@@ -59,19 +59,6 @@ struct Product {
   }
 };
 
-struct Decoding {
-  const Level *level;
-  const Matrix *matrix;
-  float *out;
-  int64_t begin, end, step, width;
-
-  static void piece(void *context, int64_t i) {
-    const Decoding &d = *static_cast<Decoding *>(context);
-    const int64_t begin = d.begin + i * d.step, end = std::min(d.end, begin + d.step);
-    d.level->decode(*d.matrix, begin, end, d.out + (begin - d.begin) * d.width);
-  }
-};
-
 }  // namespace
 }  // namespace oddrank
 
@@ -93,14 +80,6 @@ int32_t oddrank_use(int32_t i) {
   return 1;
 }
 
-int64_t oddrank_arranged(int32_t format, int64_t k) { return chosen->arranged(format, k); }
-
-// x: [m, k], rows x_stride apart -> out: [m, arranged(k)], 64-byte aligned or not
-void oddrank_arrange(int32_t format, const float *x, int64_t m, int64_t k, int64_t x_stride, float *out) {
-  const int64_t width = chosen->arranged(format, k);
-  for (int64_t b = 0; b < m; b++) chosen->arrange(format, x + b * x_stride, k, out + b * width);
-}
-
 // y[b] = a x[b] + bias; x: [m, k], y: [m, n], rows x_stride and y_stride numbers apart; bias: [n] or null.
 void oddrank_linear(const Matrix *a, const float *x, int64_t m, int64_t x_stride, const float *bias, float *y,
                     int64_t y_stride, int32_t threads) {
@@ -111,13 +90,6 @@ void oddrank_linear(const Matrix *a, const float *x, int64_t m, int64_t x_stride
   for (int64_t b = 0; b < m; b++) level->arrange(a->format, x + b * x_stride, a->k, own + b * width);
   Product p = {level, a, own, bias, y, m, y_stride, rows_of_piece(a->n, a->row_bytes, threads)};
   share(threads, (a->n + p.step - 1) / p.step, Product::piece, &p);
-}
-
-// Rows [begin, end) decoded, arranged: out [end - begin, arranged(k)], 64-byte aligned.
-void oddrank_decode(const Matrix *a, int64_t begin, int64_t end, float *out, int32_t threads) {
-  const int64_t width = chosen->arranged(a->format, a->k);
-  Decoding d = {chosen, a, out, begin, end, rows_of_piece(end - begin, a->row_bytes, threads), width};
-  if (end > begin) share(threads, (end - begin + d.step - 1) / d.step, Decoding::piece, &d);
 }
 
 // out: [tokens, hidden] = the sum over each token's k experts, all different, of weights times

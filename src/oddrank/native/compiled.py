@@ -45,10 +45,7 @@ _FUNCTIONS = {
     "level_name": (ctypes.c_char_p, (_INT,)),
     "level_runs": (_INT, (_INT,)),
     "use": (_INT, (_INT,)),
-    "arranged": (_LONG, (_INT, _LONG)),
-    "arrange": (None, (_INT, _POINTER, _LONG, _LONG, _LONG, _POINTER)),
     "linear": (None, (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _INT)),
-    "decode": (None, (_POINTER, _LONG, _LONG, _POINTER, _INT)),
     "experts": (
         None,
         (_POINTER,) * 3 + (_LONG,) * 4 + (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _INT),
@@ -68,8 +65,7 @@ class Library:
             function.restype, function.argtypes = result, arguments
         if found.oddrank_version() != _VERSION:
             raise OSError(f"{file} is of another version")
-        self.arranged, self.arrange = found.oddrank_arranged, found.oddrank_arrange
-        self.linear, self.decode, self.experts = found.oddrank_linear, found.oddrank_decode, found.oddrank_experts
+        self.linear, self.experts = found.oddrank_linear, found.oddrank_experts
         self._use = found.oddrank_use
         self.levels = [found.oddrank_level_name(i).decode() for i in range(found.oddrank_levels())]
         able = [name for i, name in enumerate(self.levels) if found.oddrank_level_runs(i)]

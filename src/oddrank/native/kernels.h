@@ -231,16 +231,6 @@ void multiply_as(const Matrix &a, const float *x, int64_t m, int64_t begin, int6
 }
 
 template <class F>
-void decode_as(const Matrix &a, int64_t begin, int64_t end, float *out) {
-  const int64_t count = groups<F>(a.k);
-  for (int64_t row = begin; row < end; row++) {
-    float *to = out + (row - begin) * count * F::GROUP;
-    if (decode_groups<F>(a, RowReader<F>(a, row), row, 0, count, to))
-      for (int64_t i = 0; i < count * F::GROUP; i++) to[i] = NAN;
-  }
-}
-
-template <class F>
 void arrange_as(const float *x, int64_t k, float *out) {
   struct Order {
     int at[F::GROUP];
@@ -282,10 +272,6 @@ void arrange(int32_t format, const float *x, int64_t k, float *out) {
 
 void multiply(const Matrix &a, const float *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride) {
   with_format(a.format, [&](auto f) { multiply_as<decltype(f)>(a, x, m, begin, end, y, stride); });
-}
-
-void decode(const Matrix &a, int64_t begin, int64_t end, float *out) {
-  with_format(a.format, [&](auto f) { decode_as<decltype(f)>(a, begin, end, out); });
 }
 
 }  // namespace

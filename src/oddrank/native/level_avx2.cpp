@@ -174,6 +174,6 @@ struct Mxfp4 : E2m1 {
 #include "kernels.h"
 
 namespace oddrank {
-const Level avx2_level = {"avx2", arranged, arrange, multiply, decode};
+const Level avx2_level = {"avx2", arranged, arrange, multiply};
 }
 #endif

@@ -136,6 +136,6 @@ struct Mxfp4 : E2m1 {
 #include "kernels.h"
 
 namespace oddrank {
-const Level avx512_level = {"avx512", arranged, arrange, multiply, decode};
+const Level avx512_level = {"avx512", arranged, arrange, multiply};
 }
 #endif

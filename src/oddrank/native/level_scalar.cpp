@@ -147,5 +147,5 @@ struct Mxfp4 : E2m1 {
 #include "kernels.h"
 
 namespace oddrank {
-const Level scalar_level = {"scalar", arranged, arrange, multiply, decode};
+const Level scalar_level = {"scalar", arranged, arrange, multiply};
 }

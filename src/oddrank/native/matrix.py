@@ -10,14 +10,6 @@ from torch import Tensor
 
 from oddrank.formats import Format
 from oddrank.native.compiled import FORMATS, Library, Matrix, library
-from oddrank.runtime.threads import torch_threads
-
-_FEW = 16
-"""Up to this many rows of x the weights are decoded as they are multiplied; more are multiplied by torch, tile by tile
-of decoded rows: its product is then worth more than the way to the cache and back."""
-
-_TILE_ELEMENTS = 1 << 19
-"""Elements decoded at a time: 2 MB, which the last-level cache keeps beside x."""
 
 _THREADED_BYTES, _THREADED_ROWS = 1 << 18, 64
 """Matrices of fewer bytes are multiplied on one thread, unless there are this many rows of x: waking another takes the
@@ -51,45 +43,21 @@ class NativeMatrix:
 
     def linear(self, x: Tensor, bias: Tensor | None = None, threads: int = 1) -> Tensor:
         """x [..., k] times the transposed matrix, plus bias [n], gives [..., n] in x's type (none of 64 bits). Sums are
-        in fp32; they do not depend on `threads`, nor do those of up to 16 rows on how many rows there are beyond one.
-        """
-        flat = x.reshape(math.prod(x.shape[:-1]), self.k).float()
-        if flat.stride(-1) != 1:
-            flat = flat.contiguous()
-        m = len(flat)
-        if m > _FEW:
-            out = self._many(flat, threads)
-            if bias is not None:
-                out += bias
-        else:
-            out = torch.empty(m, self.n)
-            added = None if bias is None else bias.float().contiguous()
-            self.library.linear(
-                self._address,
-                flat.data_ptr(),
-                m,
-                flat.stride(0),
-                None if added is None else added.data_ptr(),
-                out.data_ptr(),
-                self.n,
-                threads,
-            )
-        return out.to(x.dtype).reshape(*x.shape[:-1], self.n)
-
-    def _many(self, x: Tensor, threads: int) -> Tensor:
-        form = int(self.matrix.format)
-        width = self.library.arranged(form, self.k)
-        arranged = torch.empty(len(x), width)
-        self.library.arrange(form, x.data_ptr(), len(x), self.k, x.stride(0), arranged.data_ptr())
-        step = max(4, _TILE_ELEMENTS // width // 4 * 4)
-        tile = torch.empty(min(step, self.n), width)
-        out = torch.empty(len(x), self.n)
-        for begin in range(0, self.n, step):
-            end = min(begin + step, self.n)
-            self.library.decode(self._address, begin, end, tile.data_ptr(), threads)
-            with torch_threads(threads):
-                torch.mm(arranged, tile[: end - begin].t(), out=out[:, begin:end])
-        return out
+        in fp32; they do not depend on `threads`, nor on how many rows x has beyond one."""
+        rows = x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
+        out = torch.empty(*x.shape[:-1], self.n)
+        added = None if bias is None else bias.float().contiguous()
+        self.library.linear(
+            self._address,
+            rows.data_ptr(),
+            rows.numel() // self.k,
+            self.k,
+            None if added is None else added.data_ptr(),
+            out.data_ptr(),
+            self.n,
+            threads,
+        )
+        return out if x.dtype is torch.float32 else out.to(x.dtype)
 
 
 def native_matrix(decoder: Decodes, stored: Mapping[str, Tensor]) -> NativeMatrix | None:

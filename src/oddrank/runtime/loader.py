@@ -19,6 +19,7 @@ from oddrank.errors import OddrankError
 from oddrank.runtime.formats import torch_dtype
 from oddrank.runtime.layers.module import Module, Parameter, Part
 from oddrank.runtime.models.build import Slice
+from oddrank.runtime.pages import in_large_pages
 from oddrank.runtime.request import Loaded
 from oddrank.runtime.threads import side_by_side
 
@@ -70,7 +71,7 @@ def load(
         _check_shape(name, part.shape(name), parameter, place_in)
         key = id(parameter)
         if key not in tensors:
-            tensors[key] = torch.empty(parameter.shape, dtype=parameter.dtype)
+            tensors[key] = in_large_pages(torch.empty(parameter.shape, dtype=parameter.dtype))
         stored += _fill(tensors[key][place_in.index], part, name)
         if release is not None:
             release(name)

@@ -15,6 +15,7 @@ from torch import Tensor
 from oddrank.errors import OddrankError
 from oddrank.runtime.experts.kernel import Stored
 from oddrank.runtime.formats import Decoder, decoder, torch_dtype
+from oddrank.runtime.pages import in_large_pages
 from oddrank.transform.slice import StoredMatrix
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -128,7 +129,9 @@ class BankLayout:
         return Bank(
             self,
             {
-                part.suffix: torch.empty((count, self.sections, *part.shape), dtype=part.dtype, device=device)
+                part.suffix: in_large_pages(
+                    torch.empty((count, self.sections, *part.shape), dtype=part.dtype, device=device)
+                )
                 for part in self.parts
             },
         )
