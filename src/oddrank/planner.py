@@ -144,8 +144,8 @@ def plan_with_drafter(target: Subject, drafter: Subject, request: Request) -> tu
     )
 
 
-def adopt_plan(file: str | os.PathLike[str], checkpoint: Checkpoint, tp: int) -> Plan:
-    """A plan saved by `oddrank plan --json`, to run on `tp` ranks, proven again against this checkpoint.
+def adopt_plan(file: str | os.PathLike[str], checkpoint: Checkpoint, tp: int | None = None) -> Plan:
+    """A plan saved by `oddrank plan --json`, to run on `tp` ranks (None: its own), proven again for this checkpoint.
 
     Raises OddrankError for a file that is no plan, a plan of another checkpoint, or a size it does not run at.
     """
@@ -160,8 +160,9 @@ def adopt_plan(file: str | os.PathLike[str], checkpoint: Checkpoint, tp: int) ->
     if plan.model != subject.model:
         raise OddrankError(f"{file} describes another model than {checkpoint.path}. Plan it again.")
     require(plan, subject.census)
-    plan = plan.at(tp)
-    require(plan, subject.census)
+    if tp is not None:
+        plan = plan.at(tp)
+        require(plan, subject.census)
     return plan
 
 

@@ -134,6 +134,14 @@ def test_tables_show_idle_ranks_and_alternatives(model: Path, capsys: pytest.Cap
         (["pad", "MODEL", "OUT", "--tp", "2", "--executor", "runtime"], ["vllm"]),
         (["pad", "MODEL", "MODEL/inside", "--tp", "2"], ["inside"]),
         (["generate", "MODEL", "--tp", "2", "--prompt", "x", "--plan", "MODEL/config.json"], ["not an oddrank plan"]),
+        (["generate", "MODEL", "--prompt", "x"], ["--tp", "--plan"]),
+        (["generate", "MODEL", "--tp", "2", "--prompt", "x"], ["no tokenizer", "--prompt-ids"]),
+        (["generate", "MODEL", "--tp", "2", "--prompt-ids", "1,40"], ["token id 40", "0 to 39"]),
+        (
+            ["generate", "MODEL", "--tp", "2", "--prompt-ids", "1", "--rank-memory", "0.000001,0.000001"],
+            ["rank 0 of 2", "give more memory or more ranks"],
+        ),
+        (["vllm", "serve", "MODEL", "--oddrank-foo", "3"], ["--oddrank-foo", "--oddrank-help"]),
         (["frobnicate"], ["frobnicate"]),
     ],
 )
@@ -145,6 +153,21 @@ def test_bad_usage_is_one_clear_error_and_exit_2(
     assert code == 2 and not out and "Traceback" not in err
     assert all(word in err for word in words), err
     assert not (tmp_path / "out").exists()
+
+
+def test_unequal_ranks_are_checked_for_the_runtime(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "check", model, "--tp", 2, "--rank-memory", "2,1", "--json")
+    assert code == 0 and json.loads(out)["ok"]
+    code, _, err = run(capsys, "check", model, "--tp", 2, "--rank-memory", "2,1", "--executor", "vllm")
+    assert code == 2 and "--executor runtime" in err
+
+
+def test_a_saved_plan_brings_its_ranks(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "plan", model, "--tp", 2, "--json")
+    (tmp_path / "plan.json").write_text(out)
+    asked = ["--plan", tmp_path / "plan.json", "--prompt-ids", "1,2", "--max-tokens", 2, "--dtype", "fp32", "--json"]
+    code, out, _ = run(capsys, "generate", model, *asked)
+    assert code == 0 and json.loads(out)["tp"] == 2
 
 
 def test_unknown_family_names_the_known_and_how_to_add_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

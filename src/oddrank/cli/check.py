@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from oddrank.cli.options import RANK_MEMORY, Sizes, constraint_pairs, planning
 from oddrank.errors import CheckFailedError
@@ -53,6 +54,9 @@ def command(
     from oddrank.planner import plan_subject, study
     from oddrank.transform.recipe import recipes
 
+    source = click.get_current_context().get_parameter_source("executor")
+    if rank_memory is not None and source is ParameterSource.DEFAULT:
+        executor = "runtime"  # the only one whose ranks may differ
     checkpoint = Checkpoint.open(model)
     subject = study(checkpoint)
     census = subject.census

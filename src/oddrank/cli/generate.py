@@ -27,7 +27,7 @@ class TokenIds(click.ParamType[list[int]]):
 
 @click.command("generate", short_help="Generate text with the runtime, one process per rank")
 @click.argument("model", type=click.Path())
-@click.option("--tp", "sizes", type=Sizes(), required=True, help="Ranks.")
+@click.option("--tp", "sizes", type=Sizes(), help="Ranks; with --plan, by default the plan's own.")
 @click.option("--prompt", "prompts", multiple=True, help="Text to continue; repeatable (a batch).")
 @click.option(
     "--prompt-ids", "id_prompts", type=TokenIds(), multiple=True, metavar="ID,ID,...",
@@ -57,7 +57,7 @@ class TokenIds(click.ParamType[list[int]]):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: text, token_ids, tp, seconds, tokens_per_second.")
 def command(
     model: str,
-    sizes: list[int],
+    sizes: list[int] | None,
     prompts: tuple[str, ...],
     id_prompts: tuple[list[int], ...],
     max_tokens: int,
@@ -94,7 +94,7 @@ def command(
     chosen = ExpertOptions.parse(experts, expert_cache, expert_load)
     plan = plan_for(
         model,
-        sizes[0],
+        None if sizes is None else sizes[0],
         executor=executor,
         layout=layout,
         context=context,
@@ -103,10 +103,13 @@ def command(
         plan_file=plan_file,
         rank_memory=rank_memory,
     )
+    from oddrank.layout.capacity import require_room
     from oddrank.layout.executors import RUNTIME
     from oddrank.planner import require_served
 
     require_served(msgspec.structs.replace(plan, executor=RUNTIME.name))
+    if experts in (None, "resident") and expert_cache is None:
+        require_room(plan)
     try:
         from oddrank.runtime.generate import generate
         from oddrank.runtime.request import Sampling

@@ -93,7 +93,7 @@ Command = Callable[..., Any]
 
 def plan_for(
     model: str,
-    tp: int,
+    tp: int | None,
     *,
     executor: str,
     layout: str,
@@ -103,7 +103,10 @@ def plan_for(
     plan_file: str | None = None,
     rank_memory: list[float] | None = None,
 ) -> Plan:
-    """The proven plan that a command's options ask for: made now, or read from `plan_file` and proven again."""
+    """The proven plan that a command's options ask for: made now, or read from `plan_file` and proven again.
+
+    Raises OddrankError where there is neither a number of ranks nor a plan that has one.
+    """
     from oddrank.checkpoint import Checkpoint
     from oddrank.planner import adopt_plan, make_plan
 
@@ -111,6 +114,8 @@ def plan_for(
         raise OddrankError("--plan has its ranks' parts in it, and --rank-memory asks for others. Leave out one.")
     if plan_file is not None:
         return adopt_plan(plan_file, Checkpoint.open(model), tp)
+    if tp is None:
+        raise OddrankError("how many ranks? Give --tp N, or --plan with a saved plan.")
     return make_plan(
         model,
         tp,

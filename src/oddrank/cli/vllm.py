@@ -8,6 +8,7 @@ import sys
 import click
 
 from oddrank.cli.options import constraint_pairs
+from oddrank.errors import OddrankError
 
 _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
@@ -24,6 +25,7 @@ def command() -> None:
 @click.option("--oddrank-drafter", "drafter", type=click.Choice(("on", "off")), help="ODDRANK_DRAFTER.")
 @click.option("--oddrank-plan-tp", "plan_tp", type=click.IntRange(1, 1024), help="ODDRANK_PLAN_TP.")
 @click.option("--oddrank-coverage", "coverage", type=click.Choice(("strict", "warn")), help="ODDRANK_COVERAGE.")
+@click.help_option("--oddrank-help", help="These options; --help is vLLM's own.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def serve(
     layout: str | None,
@@ -39,6 +41,10 @@ def serve(
     option that is not given here keeps what its environment variable says.
     """
     from oddrank.engines.vllm.launch import serve as launch
+
+    unknown = [a for a in arguments if a.startswith("--oddrank")]
+    if unknown:
+        raise OddrankError(f"{unknown[0]} is no option of oddrank's; `oddrank vllm serve --oddrank-help` lists them.")
 
     pairs = constraint_pairs(constraints)
     given = {

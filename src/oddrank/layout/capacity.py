@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from oddrank.errors import OddrankError
 from oddrank.layout.cost import kv_bytes_per_layer, state_bytes, weight_bytes
 from oddrank.layout.plan import Plan
 
@@ -47,6 +48,18 @@ def rooms(plan: Plan, memory: Sequence[float]) -> list[Room]:
         weights = weight_bytes(model, plan.uses, counts, refined=refined)
         made.append(Room(int(gib * GIB), weights, token, state_bytes(model, counts)))
     return made
+
+
+def require_room(plan: Plan) -> None:
+    """Raises OddrankError where a rank's weights alone are more than the memory the plan was made for."""
+    for rank, room in enumerate(rooms(plan, plan.shares or ())):
+        if room.weights > room.memory:
+            needed = ", ".join(f"{r.weights / GIB:.2f}" for r in rooms(plan, plan.shares or ()))
+            raise OddrankError(
+                f"--rank-memory gives rank {rank} of {plan.tp} {room.memory / GIB:.2f} GiB, and its slice of "
+                f"{plan.name} is {room.weights / GIB:.2f} GiB. The slices need {needed} GiB, "
+                "and the KV cache comes on top: give more memory or more ranks."
+            )
 
 
 def tokens_together(ranks: Sequence[Room], sequences: int = 1) -> int | None:

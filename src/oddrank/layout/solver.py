@@ -71,7 +71,7 @@ def solve(model: Model, census: Census, request: Request, *, name: str, config_d
     if request.layout == "ragged" and facts.equal_ranks:
         raise OddrankError(
             f"the {facts.name} executor gives every rank the same number of heads, so it cannot run a ragged "
-            "layout. Use --layout pad or replicate, or --executor runtime."
+            "layout. Use --layout pad or replicate; `oddrank generate --layout ragged` runs it in our own runtime."
         )
     memory = request.shares
     if memory is not None:

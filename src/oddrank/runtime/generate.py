@@ -160,6 +160,7 @@ def generate(
     prompts: texts, or token ids (which need no tokenizer, and get no text where there is none). chat: each text is a
     user's message, put in the model's chat template.
     """
+    check_prompts(Path(model), plan, prompts)
     with Session(model, plan, dtype=dtype, device=device, threads=threads, slots=slots, experts=experts) as session:
         texts = any(isinstance(p, str) for p in prompts) or has_tokenizer(session.path)
         tokenizer = load_tokenizer(session.path) if texts else None  # while the ranks load
@@ -193,6 +194,21 @@ def generate(
         timings=timings,
         ranks=ranks,
     )
+
+
+def check_prompts(path: Path, plan: Plan, prompts: Sequence[str | Sequence[int]]) -> None:
+    """Raises OddrankError, before any rank is started, for a text without a tokenizer to read it by, or for token ids
+    beyond the vocabulary."""
+    if any(isinstance(p, str) for p in prompts) and not has_tokenizer(path):
+        raise OddrankError(
+            f"{path} has no tokenizer (no tokenizer.json), so a text cannot be turned into tokens. Give token ids "
+            "(--prompt-ids 1,2,3), or add the model's tokenizer files."
+        )
+    vocab = plan.model.axis("vocab").count
+    for prompt in prompts:
+        wrong = [] if isinstance(prompt, str) else [t for t in prompt if not 0 <= t < vocab]
+        if wrong:
+            raise OddrankError(f"token id {wrong[0]} of a prompt is beyond the model's vocabulary, 0 to {vocab - 1}.")
 
 
 def forward_logits(
