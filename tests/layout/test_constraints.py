@@ -282,7 +282,7 @@ def test_layouts_by_name(layout: str, q: tuple[int, ...], kv: tuple[int, ...]) -
 
 
 def test_ragged_is_not_for_vllm() -> None:
-    with pytest.raises(OddrankError, match=r"cannot run a ragged layout.*--executor runtime"):
+    with pytest.raises(OddrankError, match=r"cannot run a ragged layout.*oddrank generate --layout ragged"):
         plan(qwen27b(), 3, "vllm", "ragged")
 
 

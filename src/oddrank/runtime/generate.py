@@ -160,6 +160,7 @@ def generate(
     prompts: texts, or token ids (which need no tokenizer, and get no text where there is none). chat: each text is a
     user's message, put in the model's chat template.
     """
+    experts.check(plan.model)
     check_prompts(Path(model), plan, prompts)
     with Session(model, plan, dtype=dtype, device=device, threads=threads, slots=slots, experts=experts) as session:
         texts = any(isinstance(p, str) for p in prompts) or has_tokenizer(session.path)
