@@ -106,10 +106,24 @@ def write_readme(section: str) -> None:
     os.replace(fresh, README)
 
 
+def updated(section: str) -> str:
+    """The README's section with the rows of `section` in place of those of the same name, new ones at the table's end,
+    and a line that says when."""
+    old = README.read_text().partition(BEGIN)[2].partition(END)[0].strip().splitlines()
+    new = [line for line in section.splitlines() if line.startswith("|")][2:]
+    fresh = {line.split("|")[1].strip(): line for line in new}
+    rows = [fresh.pop(line.split("|")[1].strip(), line) if line.startswith("|") else line for line in old]
+    last = max(i for i, line in enumerate(rows) if line.startswith("|"))
+    named = section.rsplit("Load average when each began: ", 1)[-1]
+    today = datetime.datetime.now(datetime.UTC).date()
+    return "\n".join([*rows[: last + 1], *fresh.values(), *rows[last + 1 :], "", f"Measured again {today}: {named}"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python bench", description=__doc__)
     only = f"of {', '.join(SCRIPTS)}: only these, and the README stays as it is"
     parser.add_argument("names", nargs="*", metavar="NAME", help=only)
+    parser.add_argument("--update", action="store_true", help="put the rows of these in the README's table")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if unknown := set(options.names) - set(SCRIPTS):
@@ -123,6 +137,8 @@ def main() -> int:
     section = table(machine, reports)
     if not options.names:
         write_readme(section)
+    elif options.update:
+        write_readme(updated(section))
     print(json.dumps({"machine": machine, "reports": reports}, indent=2) if options.json else section)
     failed = any("failed" in r or any(x["passed"] is False for x in rows_of(n, r)) for n, r in reports.items())
     return 1 if failed else 0
