@@ -127,7 +127,7 @@ def test_the_commands_take_the_memory(tmp_path: Path, capsys: pytest.CaptureFixt
     for command, more, words in (
         ("plan", ["--tp", "2", "--rank-memory", "24,24,16"], "is for 3 ranks, and --tp is 2"),
         ("plan", ["--tp", "2", "--rank-memory", "24,lots"], "not memory in GiB"),
-        ("check", [*memory], "--executor runtime"),
+        ("check", [*memory, "--executor", "vllm"], "--executor runtime"),
         ("verify", [*memory, "--only", "padded"], "no padded checkpoint"),
         ("generate", [*memory, "--prompt", "x", "--plan", "p.json"], "Leave out one"),
     ):
