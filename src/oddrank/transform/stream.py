@@ -75,8 +75,9 @@ class Stream(Iterable[tuple[str, T]]):
             if getattr(tensor, "shape", None) != recipe.source_shape or not (
                 recipe.unchanged or _carries(getattr(tensor, "dtype", None), recipe.dtype)
             ):
+                kind, shape = _kind(getattr(tensor, "dtype", "")), list(getattr(tensor, "shape", ()))
                 self._complain(
-                    f"{name} comes as {_kind(tensor)} {list(getattr(tensor, 'shape', ()))}; the plan was made for "
+                    f"{name} comes as {kind} {shape}; the plan was made for "
                     f"{recipe.dtype} {list(recipe.source_shape)}. The stream must be of the checkpoint that was "
                     "planned, as stored."
                 )
@@ -154,9 +155,9 @@ _FLOATS = {
 """safetensors dtype by the name numpy, ml_dtypes and torch have for it."""
 
 
-def _kind(tensor: Any) -> str:
-    """The safetensors name of a tensor's dtype, else numpy's or torch's own."""
-    name = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
+def _kind(dtype: Any) -> str:
+    """The safetensors name of a numpy or torch dtype, else their own."""
+    name = str(dtype).removeprefix("torch.")
     return _FLOATS.get(name, name)
 
 
@@ -165,8 +166,7 @@ def _carries(dtype: Any, planned: str) -> bool:
     """Can a tensor of this numpy or torch dtype hold the words of the planned safetensors dtype? Integers of the right
     width may carry any dtype's words; a float of another kind was converted on the way, and words of fills would mean
     something else in it."""
-    kind = str(dtype).removeprefix("torch.")
-    kind = _FLOATS.get(kind, kind)
+    kind = _kind(dtype)
     if kind in _FLOATS.values():
         return kind == planned or {kind, planned} == {"F8_E8M0", "U8"}
     return bool(dtype.itemsize == STORAGE[planned].itemsize)

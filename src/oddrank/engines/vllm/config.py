@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from oddrank.checkpoint.jsonfile import read_object
 from oddrank.engines.vllm import marker
-from oddrank.engines.vllm.planning import stock_config
 from oddrank.errors import OddrankError
 from oddrank.layout.plan import Plan
 from oddrank.transform.config import virtual_quantization
@@ -35,16 +35,13 @@ def apply(model_config: Any, plan: Plan, folder: Path) -> None:
     _check_stock(model_config, plan, stock, folder)
     fixed = dict(plan.model.config_fixed)
     changed = {key: planned[axis] for key, axis in plan.model.config_axes} | fixed
+    quantization = virtual_quantization(plan, read_object(folder / "config.json").get("quantization_config"))
     for config in _configs(model_config):
         for key, value in changed.items():
             if config is model_config.hf_text_config or hasattr(config, key):
                 setattr(config, key, value)
-    quantization = virtual_quantization(plan, stock_config(folder).get("quantization_config"))
-    if quantization is not None:
-        for config in _configs(model_config):
-            if hasattr(config, "quantization_config"):
-                config.quantization_config = quantization
-    for config in _configs(model_config):
+        if quantization is not None and hasattr(config, "quantization_config"):
+            config.quantization_config = quantization
         marker.mark(config, plan)
     heads = planned[dict(plan.model.config_axes)["num_attention_heads"]]
     if model_config.architecture in IGNORES_HEAD_DIM and fixed.get("head_dim", 0) * heads != plan.model.hidden:

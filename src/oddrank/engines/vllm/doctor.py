@@ -9,7 +9,7 @@ from typing import Any
 
 from oddrank import __version__
 from oddrank.engines.vllm import layout_of_vllm, patches
-from oddrank.engines.vllm.settings import VARIABLES, Settings
+from oddrank.engines.vllm.settings import VARIABLES, Settings, left_out
 from oddrank.errors import OddrankError
 
 
@@ -23,8 +23,8 @@ def examine() -> dict[str, Any]:
     entry = [e.value for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "oddrank"]
     if not entry:
         problems.append("the entry point vllm.general_plugins:oddrank is missing; reinstall oddrank there")
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "oddrank" not in allowed.split(","):
+    allowed = left_out(os.environ)
+    if allowed is not None:
         problems.append(f'VLLM_PLUGINS="{allowed}" leaves the plugin out')
     on = False
     try:

@@ -181,5 +181,3 @@ def _logger() -> Any:
     from vllm.logger import init_logger
 
     return init_logger(f"vllm.{__name__}")
-
-

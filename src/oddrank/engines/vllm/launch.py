@@ -9,7 +9,7 @@ import runpy
 import sys
 from collections.abc import Mapping, Sequence
 
-from oddrank.engines.vllm.settings import Settings
+from oddrank.engines.vllm.settings import Settings, left_out
 from oddrank.errors import OddrankError
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -27,8 +27,8 @@ def serve(arguments: Sequence[str], settings: Mapping[str, str]) -> None:
             "vLLM is not installed in this Python environment. Install it (pip install vllm) beside oddrank, in the "
             "same environment; the plugin is found by vLLM from there."
         )
-    allowed = environment.get("VLLM_PLUGINS")
-    if allowed is not None and "oddrank" not in allowed.split(","):
+    allowed = left_out(environment)
+    if allowed is not None:
         raise OddrankError(
             f'VLLM_PLUGINS="{allowed}" keeps vLLM from loading the plugin. Add oddrank to it, or unset it.'
         )

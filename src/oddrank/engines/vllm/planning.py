@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -80,10 +80,3 @@ def checkpoint_folder(model: str, revision: str | None, download_dir: str | None
         raise OddrankError(
             f"{model} is no directory, and as a hub id it cannot be fetched: {str(error).splitlines()[0]}"
         ) from None
-
-
-def stock_config(folder: Path) -> dict[str, Any]:
-    """config.json as stored."""
-    data: dict[str, Any] = msgspec.json.decode((folder / "config.json").read_bytes())
-    return data
-

@@ -77,6 +77,12 @@ class Settings(msgspec.Struct, frozen=True):
         return {k: v for k, v in said.items() if v}
 
 
+def left_out(environment: Mapping[str, str]) -> str | None:
+    """The value of VLLM_PLUGINS, vLLM's own list of plugins to load, where oddrank is not on it; else None."""
+    allowed = environment.get("VLLM_PLUGINS")
+    return None if allowed is None or "oddrank" in allowed.split(",") else allowed
+
+
 def _one_of(name: str, value: str, known: Mapping[str, T]) -> T:
     if value.lower() not in known:
         names = ", ".join(k for k in known if k)
