@@ -5,6 +5,7 @@ import logging
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +66,8 @@ class Library:
             function.restype, function.argtypes = result, arguments
         if found.oddrank_version() != _VERSION:
             raise OSError(f"{file} is of another version")
+        self._found = found
+        self._operations: dict[str, Any] = {}
         self.linear, self.experts = found.oddrank_linear, found.oddrank_experts
         self._use = found.oddrank_use
         self.levels = [found.oddrank_level_name(i).decode() for i in range(found.oddrank_levels())]
@@ -74,6 +77,15 @@ class Library:
             log.warning("kernels for %s compute wrongly on this CPU and are not used", ", ".join(wrong))
         self.level = ""
         self.use(self.runs[-1])
+
+    def operation(self, name: str) -> Any:
+        """The function `oddrank_NAME`, which takes a pointer to its arguments (see calls.py)."""
+        function = self._operations.get(name)
+        if function is None:
+            function = getattr(self._found, f"oddrank_{name}")
+            function.restype, function.argtypes = None, (_POINTER,)
+            self._operations[name] = function
+        return function
 
     def use(self, level: str) -> None:
         """Compute with a level from now on, in all threads. ValueError where it does not run here."""
