@@ -1,0 +1,148 @@
+"""`oddrank compare`: two servings side by side."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from oddrank.errors import CheckFailedError, OddrankError
+
+if TYPE_CHECKING:
+    from oddrank.verify.served.answers import Capture
+    from oddrank.verify.served.compare import Comparison, Pair
+
+
+@click.command("compare", short_help="Compare what two servers answer")
+@click.argument("a")
+@click.argument("b")
+@click.option("--suite", "suite_name", metavar="short|long|FILE",
+              help="For URLs; by default the other side's prompts, or short.")
+@click.option("--model-a", help="Its name at A, where that is a URL.")
+@click.option("--model-b", help="Its name at B, where that is a URL.")
+@click.option("--api", type=click.Choice(("auto", "chat", "completions")), help="For URLs, as for `oddrank capture`.")
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="For URLs; by default $OPENAI_API_KEY.")
+@click.option("--concurrency", type=click.IntRange(1, 512), default=1, show_default=True,
+              help="For URLs: prompts at a time.")
+@click.option("--near-tie", type=click.FloatRange(min=0), default=0.5, show_default=True, metavar="NATS",
+              help="How far apart two candidates may be, on either side, for their difference to be rounding.")
+@click.option("--max-kl", type=click.FloatRange(min=0), default=0.05, show_default=True, metavar="NATS",
+              help="How much KL divergence a token, over what both said, may be rounding.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--html", type=click.Path(dir_okay=False), help="Write a page with the answers side by side.")
+def command(
+    a: str, b: str, suite_name: str | None, model_a: str | None, model_b: str | None, api: str | None,
+    api_key: str | None, concurrency: int, near_tie: float, max_kl: float, as_json: bool, html: str | None,
+) -> None:  # fmt: skip
+    """Compare A and B: files of `oddrank capture`, or URLs of servers, which are asked now.
+
+    For each prompt: identical, a near tie, or diverged, with the first token that differs, what came before it, and by
+    how much either side preferred its own. Exit code 1 where they differ by more than a near tie.
+    """
+    from oddrank.verify.served.compare import Tolerance, compare
+
+    if html is not None and not Path(html).parent.is_dir():
+        raise OddrankError(f"{html} cannot be written: there is no directory {Path(html).parent}.")
+    first, second = _sides((a, model_a), (b, model_b), suite_name, api, api_key, concurrency)
+    found = compare(first, second, Tolerance(near_tie, max_kl))
+    if html is not None:
+        from oddrank.verify.served.page import page
+
+        fresh = Path(f"{html}.{os.getpid()}.new")
+        fresh.write_text(page(first, second, found), encoding="utf-8")
+        os.replace(fresh, html)
+    if as_json:
+        click.echo(msgspec.json.encode(found))
+    else:
+        _show(found)
+    if not found.ok:
+        raise CheckFailedError(_why(found))
+
+
+def _sides(
+    a: tuple[str, str | None], b: tuple[str, str | None], suite_name: str | None, api: str | None, key: str | None,
+    concurrency: int,
+) -> tuple[Capture, Capture]:  # fmt: skip
+    from oddrank.verify.served.answers import read_capture
+    from oddrank.verify.served.client import capture
+    from oddrank.verify.served.suites import suite
+
+    files = [read_capture(Path(where)) if not _is_url(where) else None for where, _ in (a, b)]
+    if suite_name is not None and None not in files:
+        raise OddrankError("--suite is for URLs, and both sides are files: their prompts are in them.")
+    given = next((f for f in files if f is not None), None)
+    if given is not None and suite_name is None:
+        prompts, name, asked = given.prompts, given.suite, api or given.api
+    else:
+        name = suite_name or "short"
+        prompts, asked = suite(name), api or (given.api if given is not None else "auto")
+    found: list[Capture] = []
+    for file, (where, model) in zip(files, (a, b), strict=True):
+        if file is None:
+            file = capture(where, prompts, suite=name, model=model, api=asked, key=key, concurrency=concurrency)
+            asked = file.api  # the other side is asked the same way
+        found.append(file)
+    return found[0], found[1]
+
+
+def _is_url(where: str) -> bool:
+    return where.startswith(("http://", "https://"))
+
+
+def _show(found: Comparison) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    out = Console(highlight=False)
+    out.print(Text(f"A: {found.a}\nB: {found.b}"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("prompt", "outcome", "parts at", "A", "B", "margins", "answer", "KL"):
+        table.add_column(column, overflow="fold")
+    colours = {"identical": "green", "near tie": "yellow"}
+    for pair in found.pairs:
+        d = pair.divergence
+        table.add_row(
+            Text(pair.name),
+            Text(pair.status, colours.get(pair.status, "red")),
+            f"{d.unit} {d.at}" if d else "",
+            Text(repr(d.a) if d else ""),
+            Text(repr(d.b) if d else ""),
+            _margins(pair),
+            "" if pair.status == "failed" else "same" if pair.same_answer else "differs",
+            "" if pair.kl is None else f"{pair.kl:.2g}",
+        )
+    out.print(table)
+    for pair in found.pairs:
+        if pair.divergence is not None and pair.status != "identical":
+            d = pair.divergence
+            out.print(Text(f"{pair.name}: ...{d.context}", "dim"), Text(f"A {d.a!r} | B {d.b!r}"))
+        if pair.why:
+            out.print(Text(f"{pair.name}: {pair.why}"))
+    kl = "" if found.kl is None else f"; KL(A || B) at least {found.kl:.2g} nats a token"
+    counts = f"{found.identical} identical, {found.near_ties} near ties, {found.diverged} diverged"
+    out.print(f"{counts}, {found.failed} failed{kl}")
+
+
+def _margins(pair: Pair) -> str:
+    d = pair.divergence
+    if d is None:
+        return ""
+    if d.margin_a is None and d.margin_b is None:
+        return "not told"
+    told = " / ".join("?" if m is None else f"{m:.2f}" for m in (d.margin_a, d.margin_b))
+    return f">= {told}" if d.at_least else told
+
+
+def _why(found: Comparison) -> str:
+    worst = next(p for p in found.pairs if p.status in ("diverged", "failed"))
+    count = f"{found.diverged} of {len(found.pairs)} prompts diverged beyond a near tie"
+    if found.failed:
+        count += f" and {found.failed} were not answered"
+    if worst.divergence is None:
+        return f"{count}; {worst.name}: {worst.why}."
+    d = worst.divergence
+    return f"{count}; {worst.name} at {d.unit} {d.at}: {d.a!r} against {d.b!r}, margins {_margins(worst)} nats."
