@@ -11,6 +11,8 @@ class Sampling(msgspec.Struct, frozen=True):
 
     max_tokens: how many to generate at most. temperature: 0 takes the likeliest token. top_k: choose among the
     k likeliest (0: all). top_p: choose among the fewest tokens whose probabilities reach p together.
+    min_p: choose among tokens at least this likely, as a share of the likeliest's probability (0: all).
+    logit_bias: (token, what is added to its logit), before everything else.
     seed: makes a run repeatable; the i-th prompt of a call draws from seed + i, whatever it is batched with.
     stop: tokens that end the sequence besides the model's own. ignore_eos: go on past the model's own.
     """
@@ -22,6 +24,8 @@ class Sampling(msgspec.Struct, frozen=True):
     seed: int | None = None
     stop: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def check(self) -> None:
         """OddrankError for values that mean nothing."""
@@ -30,6 +34,7 @@ class Sampling(msgspec.Struct, frozen=True):
             ("temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "0 (greedy), or 0.001 to 1000"),
             ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
         ):
             if not ok:
                 raise OddrankError(f"{name} is {getattr(self, name)} and must be {means}.")
