@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from oddrank import __version__
 from oddrank.server.backend import Backend, RanksLostError, RequestFailedError
-from oddrank.server.endpoints import Endpoints, Watch, Answer
+from oddrank.server.endpoints import Answer, Endpoints, Watch
 from oddrank.server.logs import log, request_line
 from oddrank.server.metrics import Metrics
 from oddrank.server.protocol import (

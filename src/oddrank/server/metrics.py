@@ -16,7 +16,7 @@ class Metrics:
 
     def __init__(self) -> None:
         r = self.registry = CollectorRegistry()
-        self.requests = Counter("oddrank_requests", "Requests answered, by what became of them", ["outcome"], registry=r)
+        self.requests = Counter("oddrank_requests", "Requests, by what became of them", ["outcome"], registry=r)
         self.prompt_tokens = Counter("oddrank_prompt_tokens", "Tokens of prompts", registry=r)
         self.generated_tokens = Counter("oddrank_generated_tokens", "Tokens generated", registry=r)
         self.reused_tokens = Counter("oddrank_reused_prompt_tokens", "Of prompts, not computed again", registry=r)
