@@ -87,6 +87,12 @@ class Library:
             self._operations[name] = function
         return function
 
+    def function(self, name: str, result: Any, *arguments: Any) -> Any:
+        """The function `oddrank_NAME`, which is no operation, with its types of ctypes."""
+        function = getattr(self._found, f"oddrank_{name}")
+        function.restype, function.argtypes = result, arguments
+        return function
+
     def use(self, level: str) -> None:
         """Compute with a level from now on, in all threads. ValueError where it does not run here."""
         if level not in self.runs:
