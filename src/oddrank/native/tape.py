@@ -9,6 +9,7 @@ itself would be missing from a replay, so it is looked for and the recording is 
 import ctypes
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class Blocks:
         return block
 
 
-class _Calls(ctypes.Structure):
+class _Call(ctypes.Structure):
     """tape.cpp's Call."""
 
     _fields_ = (("function", ctypes.c_void_p), ("arguments", ctypes.c_void_p))
@@ -97,29 +98,29 @@ class Tape:
         """Make the calls again. False where one failed, and those after it were not made. nanoseconds: [calls], what
         each takes is added."""
         if self._calls is None:
-            self._calls = (_Calls * len(self._made))(*self._made)
+            self._calls = (_Call * len(self._made))(*(_Call(*made) for made in self._made))
         profile = None if nanoseconds is None else nanoseconds.ctypes.data
         done: int = self._replay(ctypes.addressof(self._calls), len(self._made), profile)
         return done == len(self._made)
 
 
 class Recording:
-    """Records a tape inside a `with` block. `stray` then names what the tape lacks; with it the tape is of no use."""
+    """Records a tape inside one `with` block or several. `stray` then names what the tape lacks, which is then of no
+    use."""
 
     def __init__(self, library: Library, blocks: Blocks) -> None:
         self.tape = Tape(library, blocks)
         self.stray: str | None = None
         self._mode = _OnlyMemory(self, blocks)
-        self._recorded = recorded(self)
+        self._inside = ExitStack()
 
     def __enter__(self) -> "Recording":
-        self._recorded.__enter__()
-        self._mode.__enter__()
+        self._inside.enter_context(recorded(self))
+        self._inside.enter_context(self._mode)
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
-        self._recorded.__exit__(*error)
+    def __exit__(self, *_error: object) -> None:
+        self._inside.close()
 
     def add(self, function: Any, arguments: ctypes.Structure, kept: tuple[object, ...]) -> None:
         if self.stray is None:
@@ -130,11 +131,11 @@ class Recording:
             self.stray = what
 
 
-class _OnlyMemory(TorchDispatchMode):
+class _OnlyMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what torch does: memory comes from the blocks, views pass, anything else passes and is told."""
 
     def __init__(self, recording: Recording, blocks: Blocks) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recording, self._blocks = recording, blocks
 
     def __torch_dispatch__(

@@ -1,5 +1,6 @@
 """What a model keeps of the tokens seen so far: keys and values, and the states of layers that keep none."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -113,6 +114,23 @@ class KVCache:
         self._buffer[:, target, :, :length] = self._buffer[:, source, :, :length]
         if self.states is not None:
             self.states.move(source, target)
+
+    def written(self, past: Sequence[int]) -> list[Tensor]:
+        """A copy of what a decode step writes: of the sequences in slots 0, 1, ... the keys and values at `past`, their
+        lengths before the step, and the states."""
+        found = [torch.stack([self._buffer[:, slot, :, at] for slot, at in enumerate(past)])]
+        if self.states is not None:
+            n = len(past)
+            found += [self.states.inputs[:, :n].clone(), self.states.memory[:, :n].clone()]
+        return found
+
+    def write(self, past: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Put back what `written` copied."""
+        for slot, at in enumerate(past):
+            self._buffer[:, slot, :, at] = values[0][slot]
+        if self.states is not None:
+            n = len(past)
+            self.states.inputs[:, :n], self.states.memory[:, :n] = values[1], values[2]
 
     def views(self, step: Step, window: int | None) -> list[LayerView]:
         """Every layer's view for a decode step of one sequence: made for all layers at once, and once a step."""

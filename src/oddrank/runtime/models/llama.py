@@ -161,8 +161,15 @@ class Llama(Module):
     def __call__(self, step: Step, cache: KVCache) -> Tensor:
         """The step's tokens through every block, and into the cache: hidden states [tokens, hidden], normed."""
         cache.begin(step)
+        return self.decode(self.embed(step.tokens), step, cache)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 [tokens] -> hidden states [tokens, hidden]."""
+        return self.embed_tokens(tokens).reduce()
+
+    def decode(self, h: Tensor, step: Step, cache: KVCache) -> Tensor:
+        """`embed`'s hidden states, which are overwritten, through every block; the cache has begun the step."""
         rotary = self.rotary(step.positions, step.sequences)
-        h = self.embed_tokens(step.tokens).reduce()
         for layer in self.layers:
             h = layer(h, rotary, step, cache)
         return self.norm(h)

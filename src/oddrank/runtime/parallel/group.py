@@ -71,6 +71,9 @@ class Group(ABC):
 
     __slots__ = ("counts", "device", "rank", "size")
 
+    recordable: bool = False
+    """Whether its sums and gathered columns are compiled operations."""
+
     def __init__(self, rank: int, size: int, device: torch.device | str = "cpu") -> None:
         self.rank = rank
         self.size = size
@@ -123,6 +126,7 @@ class SoloGroup(Group):
     """One rank alone: every collective is its own input."""
 
     __slots__ = ()
+    recordable = True
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(0, 1, device)

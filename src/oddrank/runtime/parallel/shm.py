@@ -116,6 +116,7 @@ class SharedMemoryGroup(Group):
         self._mine = tuple(self._address + self._data[b][rank] for b in (0, 1))
         self._entries: dict[tuple[torch.Size, torch.dtype], _Entry] = {}
         self._native: NativeRanks | None = None
+        self.recordable = found is not None
         if found is not None:
             watched = self._steps.descriptors()
             self._native = NativeRanks(found, self._address, rank, first, slot, pids, watched, spin)
