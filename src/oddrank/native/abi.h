@@ -29,6 +29,9 @@ struct Level {
   void (*multiply)(const Matrix &a, const float *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride);
 };
 
+// The one that is computed with (api.cpp).
+const Level *level_in_use();
+
 extern const Level scalar_level;
 #if defined(__x86_64__)
 extern const Level avx2_level, avx512_level;

@@ -60,6 +60,9 @@ struct Product {
 };
 
 }  // namespace
+
+const Level *level_in_use() { return chosen; }
+
 }  // namespace oddrank
 
 using namespace oddrank;
