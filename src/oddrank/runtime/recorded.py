@@ -150,7 +150,7 @@ class DecodeSteps:
             before = _collectives(model)
             recording, h = Recording(found, self._blocks), inputs.hidden.copy_(h)
         with recording:
-            logits = model.logits(model.decode(h, step, cache))
+            logits = model.logits(model.run_blocks(h, step, cache))
         made = [after - start for after, start in zip(_collectives(model), before, strict=True)]
         if recording.stray is not None:
             log.debug("decoding %d sequences is not recorded: it calls %s", n, recording.stray)
