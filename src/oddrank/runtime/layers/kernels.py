@@ -49,6 +49,11 @@ class LinearWeight(Module):
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         raise NotImplementedError
 
+    @property
+    def native(self) -> NativeMatrix | None:
+        """The matrix as the compiled kernels multiply by it, where they do; known once prepared."""
+        return None
+
 
 class WeightFormat(Protocol):
     """How matrices are stored."""
@@ -94,6 +99,10 @@ class NarrowWeight(LinearWeight):
         self.weight = weight
         self._threads = self._available = 1
         self._native: NativeMatrix | None = None
+
+    @property
+    def native(self) -> NativeMatrix | None:
+        return self._native
 
     @property
     def rounds(self) -> bool:

@@ -1,6 +1,5 @@
 """The token embedding and the output head, each rank with its rows of the vocabulary in any order."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 from oddrank.errors import OddrankError
 from oddrank.runtime.layers.kernels import LinearWeight, NarrowWeight, Rows, WeightFormat
 from oddrank.runtime.layers.module import Module, Parameter
-from oddrank.runtime.parallel.group import Group
+from oddrank.runtime.parallel.group import Columns, Group
 from oddrank.runtime.parallel.partial import Partial
 from oddrank.runtime.precision import Precision
 
@@ -106,13 +105,12 @@ class ParallelLMHead(Module):
     ) -> None:
         self.weight = form.linear([Rows(name, len(source))], hidden) if tied is None else tied.table
         self.group, self._rows, self._dtype = group, len(source), precision.activations
-        held = group.all_gather(torch.from_numpy(np.array(source)).to(group.device), 0).cpu().numpy()
-        self._columns = _columns(held, vocab, group)
+        held = group.all_gather_list(torch.from_numpy(np.array(source)).to(group.device))
+        self._columns = _columns([rows.cpu().numpy() for rows in held], vocab, group)
 
     def __call__(self, x: Tensor) -> Tensor:
         local = self._local(x) if self._rows else x.new_empty(len(x), 0)
-        logits = self.group.all_gather(local, -1)
-        return logits if self._columns is None else self._columns(logits)
+        return self.group.all_gather_columns(local, self._columns)
 
     def _local(self, x: Tensor) -> Tensor:
         logits = self.weight(x)
@@ -125,21 +123,17 @@ class ParallelLMHead(Module):
         return logits
 
 
-def _columns(
-    held: npt.NDArray[np.int64], vocab: int, group: Group
-) -> Callable[[Tensor], Tensor] | None:
-    """How gathered logits come into the vocabulary's order; None where they are."""
-    real = np.flatnonzero((held >= 0) & (held < vocab))
-    counts = np.bincount(held[real], minlength=vocab)
+def _columns(rows: list[npt.NDArray[np.int64]], vocab: int, group: Group) -> Columns:
+    """How gathered logits come into the vocabulary's order. rows: what each rank holds."""
+    held, widths = np.concatenate(rows), [len(each) for each in rows]
+    is_real = (held >= 0) & (held < vocab)
+    counts = np.bincount(held[is_real], minlength=vocab)
     wrong = np.flatnonzero(counts != 1)
     if len(wrong):
         raise OddrankError(
             f"Token {int(wrong[0])} of {vocab} is on {int(counts[wrong[0]])} of {group.size} ranks' vocabulary "
             f"rows ({len(wrong)} such tokens); each must be on exactly one. The plan is not sound."
         )
-    order = np.empty(vocab, dtype=np.int64)
-    order[held[real]] = real
-    if bool((order == np.arange(vocab)).all()):
-        return None if len(held) == vocab else lambda logits: logits[:, :vocab]
-    index = torch.from_numpy(order).to(group.device)
-    return lambda logits: logits.index_select(-1, index)
+    if bool((held[:vocab] == np.arange(vocab)).all()):
+        return Columns(widths, vocab)
+    return Columns(widths, vocab, torch.from_numpy(np.where(is_real, held, -1)).to(group.device))

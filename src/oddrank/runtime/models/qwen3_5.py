@@ -13,7 +13,7 @@ from torch import Tensor
 from oddrank.checkpoint.config import ConfigView
 from oddrank.families.gated_delta import LINEAR, DeltaNet, layers_of
 from oddrank.runtime.cache import KVCache, States
-from oddrank.runtime.layers.attention import Attention, HeadMap
+from oddrank.runtime.layers.attention import Attention, HeadMap, RotaryAttention
 from oddrank.runtime.layers.convolution import ShortConvolution
 from oddrank.runtime.layers.gated_delta import one_sequence, one_token, unit
 from oddrank.runtime.layers.kernels import Rows
@@ -64,20 +64,17 @@ class GatedAttention(Mixer):
             b.weights, f"{at}.o_proj", c.hidden, q, b.group,
             bias_owner=b.owns(f"{at}.o_proj.bias", c.attention_bias), dtype=dtype,
         )  # fmt: skip
-        self.q_norm, self.k_norm = b.norm(f"{at}.q_norm", d), b.norm(f"{at}.k_norm", d)
         heads = HeadMap(b.slice.partner("q_heads"), self.kv_heads, b.group.device)
-        self.attention = Attention(heads, c.linear[:layer].count(False), d**-0.5)
+        self.attention = RotaryAttention(
+            Attention(heads, c.linear[:layer].count(False), d**-0.5),
+            b.norm(f"{at}.q_norm", d), b.norm(f"{at}.k_norm", d),
+        )  # fmt: skip
 
     def __call__(self, x: Tensor, rotary: Rotary, step: Step, cache: KVCache) -> Partial:
         q_gate, kv = torch.split_with_sizes(self.qkv_proj(x), self.split, -1)
         q, gate = q_gate.view(len(x), self.q_heads, 2, self.dim).unbind(2)
         kv = kv.view(len(x), 2 * self.kv_heads, self.dim)
-        q, k = self.q_norm(q), kv.narrow(1, 0, self.kv_heads)
-        k.copy_(self.k_norm(k))
-        rotary.apply_(q)
-        rotary.apply_(k)
-        out = self.attention(q, kv, step, cache) * torch.sigmoid(gate)
-        return self.o_proj(out.view(len(x), -1))
+        return self.o_proj(self.attention(q, kv, rotary, step, cache, gate))
 
 
 class GatedDeltaNet(Mixer):

@@ -10,11 +10,12 @@ from oddrank.checkpoint.config import ConfigView
 from oddrank.errors import OddrankError
 from oddrank.families.gated_delta import Experts as ExpertSizes
 from oddrank.runtime.experts import Experts
+from oddrank.runtime.layers.gated import activation
 from oddrank.runtime.layers.kernels import Rows
 from oddrank.runtime.layers.module import Module
 from oddrank.runtime.models.build import Build
 from oddrank.runtime.models.config import Defaults, ModelConfig
-from oddrank.runtime.models.llama import FeedForward, GatedMLP, activation
+from oddrank.runtime.models.llama import FeedForward, GatedMLP
 from oddrank.runtime.models.qwen3_5 import HybridConfig, Qwen3_5
 from oddrank.runtime.parallel.partial import Partial
 
@@ -62,8 +63,7 @@ class SharedExpert(GatedMLP):
         self.gate = b.exact_weights.linear([Rows(f"{at}.shared_expert_gate", 1)], b.config.hidden)
 
     def __call__(self, x: Tensor) -> Partial:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(self.act(gate).mul_(up).mul_(torch.sigmoid(self.gate(x))))
+        return self.down_proj(self.act(self.gate_up_proj(x), self.gate(x)))
 
 
 class SparseMoE(FeedForward):
