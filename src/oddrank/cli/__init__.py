@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "Generate text with the runtime, one process per rank",
     "verify": "Compare logits at TP=N, and of the padded checkpoint, with transformers on the original",
     "vllm": "Serve with vLLM at any tensor-parallel size, and see what the plugin finds there",
+    "serve": "Serve a model behind an OpenAI-compatible API",
     "capture": "Keep what a served model answers to a suite of prompts",
     "compare": "Compare what two servers answered: where they part, and whether it matters",
     "synth": "Write a checkpoint with a published model's geometry and random values",

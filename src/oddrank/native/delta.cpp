@@ -12,7 +12,8 @@ using namespace oddrank;
 
 extern "C" {
 
-// One token of each sequence; sequence i has slot i of both states. qkv: [k_heads * key_width] queries, as many keys,
+// One token of each sequence; sequence i has slot slots[i] of both states, or i where slots is null. qkv: [k_heads *
+// key_width] queries, as many keys,
 // [v_heads * value_width] values; z: as the values; b, a: a number a value head; of each, rows are row_stride apart. taps:
 // [kernel, channels]. inputs: [slots, kernel - 1, channels], slots inputs_slot apart. memory: [slots, v_heads, key_width,
 // value_width], memory_slot apart. partner: the key head of each value head. out: [sequences, v_heads * value_width]. Keep
@@ -21,7 +22,7 @@ struct DeltaArguments {
   const float *qkv, *z, *b, *a, *taps;
   float *inputs, *memory;
   const float *a_log, *dt_bias, *norm;
-  const int64_t *partner;
+  const int64_t *partner, *slots;
   float *out;
   int64_t sequences, k_heads, v_heads, key_width, value_width, kernel;
   int64_t row_stride, inputs_slot, memory_slot;
@@ -32,6 +33,8 @@ struct DeltaArguments {
 }  // extern "C"
 
 namespace {
+
+int64_t slot_of(const DeltaArguments &a, int64_t sequence) { return a.slots ? a.slots[sequence] : sequence; }
 
 constexpr int64_t CHANNELS = 1024;     // in a piece of the convolution
 constexpr int64_t STATE = 128 << 10;   // bytes of states that one thread goes through before another would be awake
@@ -60,7 +63,7 @@ void one_head(void *context, int64_t piece) {
   one.q = q;
   one.k = k;
   one.v = mixed + 2 * keys + head * a.value_width;
-  one.state = a.memory + sequence * a.memory_slot + head * a.key_width * a.value_width;
+  one.state = a.memory + slot_of(a, sequence) * a.memory_slot + head * a.key_width * a.value_width;
   one.key_width = a.key_width;
   one.value_width = a.value_width;
   one.decay = ::expf(-::expf(a.a_log[head]) * softplus(a.a[at] + a.dt_bias[head]));
@@ -84,7 +87,7 @@ void oddrank_delta(const DeltaArguments *a) {
   share_rows(a->threads, a->sequences * parts, std::min(CHANNELS, channels), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t sequence = i / parts, from = i % parts * CHANNELS;
-      level.convolve(a->qkv + sequence * a->row_stride, a->taps, a->inputs + sequence * a->inputs_slot,
+      level.convolve(a->qkv + sequence * a->row_stride, a->taps, a->inputs + slot_of(*a, sequence) * a->inputs_slot,
                      mixed + sequence * channels, channels, a->kernel, from, std::min(channels, from + CHANNELS));
     }
   });

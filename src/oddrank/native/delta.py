@@ -7,14 +7,14 @@ from torch import Tensor
 
 from oddrank.native.calls import call
 from oddrank.native.compiled import Library
-from oddrank.native.operations import FLOAT, INT, fields
+from oddrank.native.operations import FLOAT, INT, address, fields
 
 
 class DeltaArguments(ctypes.Structure):
     """delta.cpp's."""
 
     _fields_ = fields(
-        "qkv z b a taps inputs memory a_log dt_bias norm partner out",
+        "qkv z b a taps inputs memory a_log dt_bias norm partner slots out",
         "sequences k_heads v_heads key_width value_width kernel row_stride inputs_slot memory_slot",
         ("eps", FLOAT),
         ("unit_eps", FLOAT),
@@ -34,8 +34,9 @@ def delta_step(
     eps: float,
     unit_eps: float,
     threads: int = 1,
+    slots: Tensor | None = None,
 ) -> Tensor:
-    """One token of each of n sequences, sequence i being in slot i: fp32 [n, value heads * value width].
+    """One token of each of n sequences: fp32 [n, value heads * value width].
 
         q, k, v = silu(convolution of qkv)      q, k: of the key head partner[i], of length one; q / sqrt(key width)
         S <- exp(g) S + k (beta (v - exp(g) S'k))'      g = -exp(a_log) softplus(a + dt_bias), beta = sigmoid(b)
@@ -45,8 +46,8 @@ def delta_step(
     and values of all heads; gates as the values; a number a value head, twice. taps: fp32 [kernel, channels] of the
     convolution, dense. states: fp32 [slots, kernel - 1, channels] and [slots, value heads, key width, value width],
     each slot dense; both go on by the token, in place. a_log, dt_bias: fp32 [value heads]. norm: fp32 [value width].
-    partner: int64 [value heads]. eps: of the norm; unit_eps: added to the squares of q and k. The result does not
-    depend on `threads`.
+    partner: int64 [value heads]. eps: of the norm; unit_eps: added to the squares of q and k. slots: int64 [n], the
+    sequences' slots; None: sequence i is in slot i. The result does not depend on `threads`.
     """
     qkv, z, b, a = projected
     inputs, memory = states
@@ -57,12 +58,12 @@ def delta_step(
     k_heads = (qkv.shape[1] - v_heads * value_width) // (2 * key_width)
     arguments = DeltaArguments(
         qkv.data_ptr(), z.data_ptr(), b.data_ptr(), a.data_ptr(), taps.data_ptr(), inputs.data_ptr(),
-        memory.data_ptr(), a_log.data_ptr(), dt_bias.data_ptr(), norm.data_ptr(), partner.data_ptr(), out.data_ptr(),
-        n, k_heads, v_heads, key_width, value_width, taps.shape[0], row, inputs.stride(0), memory.stride(0),
-        eps, unit_eps, threads,
+        memory.data_ptr(), a_log.data_ptr(), dt_bias.data_ptr(), norm.data_ptr(), partner.data_ptr(), address(slots),
+        out.data_ptr(), n, k_heads, v_heads, key_width, value_width, taps.shape[0], row, inputs.stride(0),
+        memory.stride(0), eps, unit_eps, threads,
     )  # fmt: skip
     call(
         library.operation("delta"), arguments,
-        qkv, z, b, a, taps, inputs, memory, a_log, dt_bias, norm, partner, out,
+        qkv, z, b, a, taps, inputs, memory, a_log, dt_bias, norm, partner, slots, out,
     )  # fmt: skip
     return out

@@ -87,6 +87,10 @@ class KVCache:
     def dtype(self) -> torch.dtype:
         return self._buffer.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self._buffer.device
+
     def nbytes(self) -> int:
         return self._buffer.nbytes + (0 if self.states is None else self.states.nbytes())
 
@@ -100,6 +104,14 @@ class KVCache:
     def layer(self, index: int) -> Tensor:
         """[slots, 2 * kv_heads, capacity, head_dim]."""
         return self._buffer[index]
+
+    def store(self, index: int, slot: int, past: int, kv: Tensor) -> None:
+        """Keep the keys and values, [2 * kv_heads, tokens, head_dim], of a sequence's tokens after `past`."""
+        self._buffer[index, slot, :, past : past + kv.shape[1]] = kv
+
+    def load(self, index: int, slot: int, length: int) -> Tensor:
+        """A sequence's first tokens, [2 * kv_heads, length, head_dim]: perhaps a view."""
+        return self._buffer[index, slot, :, :length]
 
     def pages(self, index: int) -> Pages:
         """Where a layer's keys and values lie, for compiled operations: until the cache grows."""
@@ -123,22 +135,27 @@ class KVCache:
         if self.states is not None:
             self.states.move(source, target)
 
-    def written(self, past: Sequence[int]) -> list[Tensor]:
-        """A copy of what a decode step writes: of the sequences in slots 0, 1, ... the keys and values at `past`, their
-        lengths before the step, and the states."""
-        found = [torch.stack([self._buffer[:, slot, :, at] for slot, at in enumerate(past)])]
-        if self.states is not None:
-            n = len(past)
-            found += [self.states.inputs[:, :n].clone(), self.states.memory[:, :n].clone()]
-        return found
+    def written(self, past: Sequence[int], slots: Sequence[int]) -> list[Tensor]:
+        """A copy of what a decode step writes: of the sequences in `slots` the keys and values at `past`, their lengths
+        before the step, and the states."""
+        found = [self._buffer[:, slot, :, at] for slot, at in zip(slots, past, strict=True)]
+        return [torch.stack(found), *self._states_of(slots)]
 
-    def write(self, past: Sequence[int], values: Sequence[Tensor]) -> None:
+    def write(self, past: Sequence[int], slots: Sequence[int], values: Sequence[Tensor]) -> None:
         """Put back what `written` copied."""
-        for slot, at in enumerate(past):
-            self._buffer[:, slot, :, at] = values[0][slot]
+        for i, (slot, at) in enumerate(zip(slots, past, strict=True)):
+            self._buffer[:, slot, :, at] = values[0][i]
+        self._set_states(slots, values[1:])
+
+    def _states_of(self, slots: Sequence[int]) -> list[Tensor]:
+        """Copies."""
+        if self.states is None:
+            return []
+        return [self.states.inputs[:, list(slots)], self.states.memory[:, list(slots)]]
+
+    def _set_states(self, slots: Sequence[int], values: Sequence[Tensor]) -> None:
         if self.states is not None:
-            n = len(past)
-            self.states.inputs[:, :n], self.states.memory[:, :n] = values[1], values[2]
+            self.states.inputs[:, list(slots)], self.states.memory[:, list(slots)] = values
 
     def views(self, step: Step, window: int | None) -> list[LayerView]:
         """Every layer's view for a decode step of one sequence: made for all layers at once, and once a step."""

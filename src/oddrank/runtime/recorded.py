@@ -5,8 +5,8 @@ third is computed both ways, and the logits, keys, values and states must have t
 until the cache or the table of angles moves. Where a model does something that no compiled operation does, or the bits
 differ, its steps stay what they were; the log, at debug level, says why.
 
-What changes from one step to the next is read by the operations from memory that stays where it is: tokens and
-positions.
+What changes from one step to the next is read by the operations from memory that stays where it is: tokens, positions
+and slots.
 """
 
 import logging
@@ -36,14 +36,14 @@ class _Inputs:
 
     def __init__(self, n: int, hidden: int, dtype: torch.dtype) -> None:
         self.tokens, self.positions = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
-        self.hidden = torch.zeros(n, hidden, dtype=dtype)
-        self._tokens, self._positions = self.tokens.numpy(), self.positions.numpy()
+        self.slots, self.hidden = torch.zeros(n, dtype=torch.int64), torch.zeros(n, hidden, dtype=dtype)
+        self._tokens, self._positions, self._slots = self.tokens.numpy(), self.positions.numpy(), self.slots.numpy()
 
-    def set(self, tokens: Sequence[int], past: Sequence[int]) -> None:
-        self._tokens[:], self._positions[:] = tokens, past
+    def set(self, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int]) -> None:
+        self._tokens[:], self._positions[:], self._slots[:] = tokens, past, slots
 
     def nbytes(self) -> int:
-        return self.tokens.nbytes + self.positions.nbytes + self.hidden.nbytes
+        return self.tokens.nbytes + self.positions.nbytes + self.slots.nbytes + self.hidden.nbytes
 
 
 class _Place(NamedTuple):
@@ -72,6 +72,7 @@ class DecodeSteps:
     def __init__(self, model: Llama, record: bool = True) -> None:
         self.model = model
         able = record and model.group.recordable and model.group.device.type == "cpu"
+        able = able and model.precision.activations == torch.float32  # what compiled operations take
         self._library: Library | None = library() if able else None
         self._blocks = Blocks()
         self._tapes: OrderedDict[int, _Recorded] = OrderedDict()
@@ -81,26 +82,29 @@ class DecodeSteps:
         self.replayed = 0
         """Steps that were replayed."""
 
-    def __call__(self, tokens: Sequence[int], past: Sequence[int], cache: KVCache) -> Tensor:
-        """The logits [n, vocab] of one more token of each of the sequences in slots 0 to n - 1, which hold `past`
-        tokens. Good until the next step."""
+    def __call__(
+        self, tokens: Sequence[int], past: Sequence[int], cache: KVCache, slots: Sequence[int] | None = None
+    ) -> Tensor:
+        """The logits [n, vocab] of one more token of each of the sequences in `slots`, by default 0 to n - 1, which
+        hold `past` tokens. Good until the next step."""
         n, longest = len(tokens), max(past) + 1
+        slots = range(n) if slots is None else slots
         if self._library is None or n in self._refused or self.model.rotary.stretched(longest):
-            return self._compute(tokens, past, cache)
+            return self._compute(tokens, past, slots, cache)
         cache.reserve(longest)
         self.model.rotary.reserve(longest)
         self._settle(cache)
         recorded = self._tapes.get(n)
         if recorded is None:
             if n in self._seen:
-                return self._record(self._library, tokens, past, cache)
+                return self._record(self._library, tokens, past, slots, cache)
             self._seen.add(n)
-            return self._compute(tokens, past, cache)
+            return self._compute(tokens, past, slots, cache)
         self._tapes.move_to_end(n)
         if not recorded.checked:
-            return self._check(recorded, tokens, past, cache)
+            return self._check(recorded, tokens, past, slots, cache)
         self.replayed += 1
-        return self._replay(recorded, tokens, past)
+        return self._replay(recorded, tokens, past, slots)
 
     @property
     def recording(self) -> bool:
@@ -128,18 +132,24 @@ class DecodeSteps:
             self.forget()
             self._place = place
 
-    def _step(self, tokens: Sequence[int], past: Sequence[int]) -> Step:
-        sequences = [(slot, [token], held) for slot, (token, held) in enumerate(zip(tokens, past, strict=True))]
-        return Step.of(sequences, self.model.group.device)
+    def _step(self, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int]) -> Step:
+        """Without compiled operations, a decode step only where the slots are 0, 1, ..."""
+        sequences = [(slot, [token], held) for slot, token, held in zip(slots, tokens, past, strict=True)]
+        step = Step.of(sequences, self.model.group.device)
+        if self._library is None or step.decode:
+            return step
+        return Step(step.tokens, step.segments, torch.tensor(list(slots), dtype=torch.int64))
 
-    def _compute(self, tokens: Sequence[int], past: Sequence[int], cache: KVCache) -> Tensor:
-        return self.model.logits(self.model(self._step(tokens, past), cache))
+    def _compute(self, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int], cache: KVCache) -> Tensor:
+        return self.model.logits(self.model(self._step(tokens, past, slots), cache))
 
-    def _record(self, found: Library, tokens: Sequence[int], past: Sequence[int], cache: KVCache) -> Tensor:
-        model, n, step = self.model, len(tokens), self._step(tokens, past)
+    def _record(
+        self, found: Library, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int], cache: KVCache
+    ) -> Tensor:
+        model, n, step = self.model, len(tokens), self._step(tokens, past, slots)
         inputs = _Inputs(n, model.config.hidden, model.precision.activations)
-        inputs.set(tokens, past)
-        step.tokens, step.positions = inputs.tokens, inputs.positions
+        inputs.set(tokens, past, slots)
+        step.tokens, step.positions, step.slots = inputs.tokens, inputs.positions, inputs.slots
         cache.begin(step)
         before = _collectives(model)
         with Recording(found, self._blocks) as recording:
@@ -160,12 +170,14 @@ class DecodeSteps:
                 self._tapes.popitem(last=False)
         return logits
 
-    def _check(self, recorded: _Recorded, tokens: Sequence[int], past: Sequence[int], cache: KVCache) -> Tensor:
+    def _check(
+        self, recorded: _Recorded, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int], cache: KVCache
+    ) -> Tensor:
         """Compute a step, take back what it wrote, and replay it."""
-        n, before = len(tokens), cache.written(past)
-        wanted = [self._compute(tokens, past, cache).clone(), *cache.written(past)]
-        cache.write(past, before)
-        found = [self._replay(recorded, tokens, past), *cache.written(past)]
+        n, before = len(tokens), cache.written(past, slots)
+        wanted = [self._compute(tokens, past, slots, cache).clone(), *cache.written(past, slots)]
+        cache.write(past, slots, before)
+        found = [self._replay(recorded, tokens, past, slots), *cache.written(past, slots)]
         same = all(_same_bits(a, b) for a, b in zip(wanted, found, strict=True))
         if not same:
             log.debug("decoding %d sequences is not replayed: it gives other numbers than the model", n)
@@ -175,12 +187,14 @@ class DecodeSteps:
                 "decoding %d sequences: %d calls recorded, which compute in %.1f MiB",
                 n, len(recorded.tape), self.nbytes() / 2**20,
             )  # fmt: skip
-        cache.write(past, wanted[1:])
+        cache.write(past, slots, wanted[1:])
         return wanted[0]
 
-    def _replay(self, recorded: _Recorded, tokens: Sequence[int], past: Sequence[int]) -> Tensor:
+    def _replay(
+        self, recorded: _Recorded, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int]
+    ) -> Tensor:
         inputs = recorded.inputs
-        inputs.set(tokens, past)
+        inputs.set(tokens, past, slots)
         if not recorded.embedded:
             inputs.hidden.copy_(self.model.embed(inputs.tokens))
         if not recorded.tape.replay():

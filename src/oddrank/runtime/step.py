@@ -25,13 +25,14 @@ class Segment(NamedTuple):
 class Step:
     """Tokens of all sequences laid end to end, without padding.
 
-    tokens, positions: int64 [tokens]. decode: one token of each of the sequences in slots 0, 1, 2, ...
+    tokens, positions: int64 [tokens]. decode: one token of each of the sequences in slots 0, 1, 2, ..., or in `slots`,
+    int64 [sequences], which only compiled operations take.
     """
 
-    def __init__(self, tokens: Tensor, segments: Sequence[Segment]) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: Tensor, segments: Sequence[Segment], slots: Tensor | None = None) -> None:
+        self.tokens, self.slots = tokens, slots
         self.segments = tuple(segments)
-        self.decode = all(s.stop - s.start == 1 and s.slot == i for i, s in enumerate(self.segments))
+        self.decode = (slots is not None or self.in_order) and all(s.stop - s.start == 1 for s in self.segments)
         if self.decode:
             self.positions = torch.tensor([s.past for s in self.segments], device=tokens.device)
         else:
@@ -43,6 +44,11 @@ class Step:
         self.views: dict[int | None, Any] = {}
         """What the cache keeps for the step, by attention window."""
         self._masks: dict[tuple[int | None, int | None, torch.dtype], Tensor] = {}
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the sequences are in slots 0, 1, 2, ..."""
+        return all(s.slot == i for i, s in enumerate(self.segments))
 
     @property
     def last(self) -> Tensor:

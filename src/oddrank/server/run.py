@@ -87,19 +87,19 @@ def serve(
 
 def describe(checkpoint: Checkpoint, names: tuple[str, ...], length: int | None) -> Served:
     """What is served. OddrankError where it has no tokenizer, or is asked for more tokens than the model takes."""
-    view = ConfigView(checkpoint.config)
-    trained = view.integer("max_position_embeddings", None)
-    if length is not None and trained is not None and length > trained:
+    view = ConfigView(checkpoint.config).text()
+    trained = view.get_int("max_position_embeddings", 2048)
+    if length is not None and length > trained:
         raise OddrankError(
             f"--max-model-len is {length} and the model is meant for {trained} tokens (max_position_embeddings). "
             "Give that many at most."
         )
     path = checkpoint.path / "generation_config.json"
     defaults = Defaults.of(read_object(path)) if path.is_file() else Defaults()
-    vocab = view.integer("vocab_size")
+    vocab = view.require_int("vocab_size")
     return Served(
         names or (checkpoint.path.resolve().name,), load_tokenizer(Path(checkpoint.path)), vocab,
-        length or trained or 4096, defaults,
+        length or trained, defaults,
     )  # fmt: skip
 
 

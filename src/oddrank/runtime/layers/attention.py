@@ -65,6 +65,7 @@ class Attention:
             return q
         if not step.decode:
             return self._prefill(q, kv, step, cache)
+        assert step.in_order
         # A group's queries are the rows of one small matrix against its keys, so that keys are read once and never
         # repeated.
         grouped = q if heads.members is None else q.index_select(1, heads.members)
@@ -92,11 +93,10 @@ class Attention:
 
     def _prefill(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
         """A sequence at a time, in the activations' type, from what the cache holds: what decoding will see."""
-        buffer, partner = cache.layer(self.layer), self.heads.partner
-        out = torch.empty_like(q)
+        partner, out = self.heads.partner, torch.empty_like(q)
         for i, s in enumerate(step.segments):
-            buffer[s.slot, :, s.past : s.length] = kv[s.start : s.stop].transpose(0, 1)
-            both = buffer[s.slot, :, : s.length].to(q.dtype)
+            cache.store(self.layer, s.slot, s.past, kv[s.start : s.stop].transpose(0, 1))
+            both = cache.load(self.layer, s.slot, s.length).to(q.dtype)
             k, v = both[: self.heads.kv_heads], both[self.heads.kv_heads :]
             if partner is not None:
                 k, v = k.index_select(0, partner), v.index_select(0, partner)
@@ -133,10 +133,12 @@ class RotaryAttention(Module):
             norms = None
             if self.q_norm is not None and self.k_norm is not None:
                 norms = self.q_norm.gain(), self.k_norm.gain(), self.q_norm.eps
-            cache_heads(library, q, kv, pages, (*rotary.table, rotary.places), step.positions, norms=norms)
+            cache_heads(
+                library, q, kv, pages, (*rotary.table, rotary.places), step.positions, slots=step.slots, norms=norms
+            )
             return decode_attention(
                 library, q, pages, step.positions, heads.starts, heads.queries, self.attention.scale,
-                window=self.attention.window, gate=gate, threads=self._threads,
+                window=self.attention.window, gate=gate, slots=step.slots, threads=self._threads,
             )  # fmt: skip
         k = kv.narrow(1, 0, kv_heads)
         if self.q_norm is not None and self.k_norm is not None:

@@ -57,8 +57,9 @@ class GatedDeltaRule(Module):
         if library is not None and step.decode:
             return delta_step(
                 library, (qkv, z, b, a), self.conv1d.taps, (inputs, memory), self.A_log.data, self.dt_bias.data,
-                self.norm.gain(), self.partner, self.norm.eps, UNIT_EPS, self._threads,
+                self.norm.gain(), self.partner, self.norm.eps, UNIT_EPS, self._threads, step.slots,
             )  # fmt: skip
+        assert not step.decode or step.in_order
         tokens, wide = len(qkv), memory.dtype
         q, k, v = torch.split_with_sizes(self.conv1d(qkv, step, inputs).to(wide), self.sections, -1)
         q, k = (unit(t.view(tokens, self.k_heads, -1)).index_select(1, self.partner) for t in (q, k))

@@ -102,6 +102,8 @@ class Scheduler:
         self.filling: list[Request] = []
         """In memory, with some of the prompt to go, the longest waiting first."""
         self.generating: list[Request] = []
+        self.preempted = 0
+        """Requests that had to give way so far, each time counted."""
         self._free_slots = list(range(slots - 1, -1, -1))
 
     @property
@@ -173,6 +175,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._leave(request)
+        self.preempted += 1
         request.cached, request.preempted, request.aim = 0, request.preempted + 1, len(request.tokens)
         request.keys = []
         self.waiting.appendleft(request)

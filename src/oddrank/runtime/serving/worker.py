@@ -1,0 +1,242 @@
+"""A rank that serves: the first one schedules and chooses tokens, the others do as it says."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from oddrank.checkpoint import Checkpoint
+from oddrank.errors import OddrankError
+from oddrank.layout.plan import Plan
+from oddrank.runtime.experts import ExpertOptions
+from oddrank.runtime.parallel.child import Link
+from oddrank.runtime.parallel.group import Group
+from oddrank.runtime.precision import Precision
+from oddrank.runtime.room import measure_room
+from oddrank.runtime.sampling import Sampler
+from oddrank.runtime.serving.executor import Executor, Filled, Ordering, candidates, make_executor
+from oddrank.runtime.serving.messages import Cancel, Chosen, Failed, Ready, Scored, Stats, Stop, Submit, Update
+from oddrank.runtime.serving.options import ServingOptions
+from oddrank.runtime.serving.pages import Pages, Snapshots
+from oddrank.runtime.serving.scheduler import Piece, Request, Scheduler, Work
+from oddrank.runtime.worker import load_rank
+
+log = logging.getLogger(__name__)
+
+
+class ServeJob(msgspec.Struct, frozen=True):
+    """What every rank is started with. plan: `Plan.to_json`. eos: tokens that end a sequence."""
+
+    model: str
+    plan: bytes
+    dtype: str
+    eos: tuple[int, ...]
+    experts: ExpertOptions
+    options: ServingOptions
+
+
+def serve_rank(group: Group, link: Link, job: ServeJob) -> None:
+    """The target of a rank process. Tells the launcher `Ready`, then serves until `Stop`."""
+    plan = Plan.from_json(job.plan)
+    with Checkpoint.open(job.model) as checkpoint:
+        model, loaded = load_rank(plan, checkpoint, group, Precision.of(job.dtype, group.device), job.experts)
+    room = measure_room(model, plan, group)
+    with torch.inference_mode():
+        executor, pages = make_executor(model, job.options, room.memory - room.reserve - room.weights)
+        cache = executor.cache
+        states = 0 if cache.states is None else cache.states.nbytes()
+        log.info(
+            "holds %.1f MiB of weights; KV cache of %d pages, %d tokens, %.1f MiB%s",
+            room.weights / 2**20, pages, pages * cache.size, (cache.nbytes() - states) / 2**20,
+            f"; states of {job.options.running} requests and {cache.snapshots} snapshots, {states / 2**20:.1f} MiB"
+            if states else "",
+        )  # fmt: skip
+        link.send(Ready(pages, cache.size, room.weights, cache.nbytes(), loaded.experts))
+        gc.collect()
+        gc.freeze()  # what is here now stays: no collection while serving looks through it
+        if group.rank == 0:
+            Leader(executor, link, job).run()
+        else:
+            follow(executor)
+
+
+def follow(executor: Executor) -> None:
+    """Do the first rank's orders until it says stop."""
+    group = executor.model.group
+    while (order := group.broadcast()) is not None:
+        executor.begin(order)
+        executor.generate(order)
+        filled = executor.fill(order)
+        if filled is not None:
+            filled.last()
+            for index, following, top in group.broadcast() if filled.scored else ():
+                filled.scores(index, following, top)
+
+
+class _Asked:
+    """A request at the first rank."""
+
+    def __init__(self, submit: Submit) -> None:
+        self.submit, self.sampling = submit, submit.sampling
+        self.sampler = Sampler(submit.sampling, submit.sampling.seed or 0)
+        self.request = Request(
+            submit.id, list(submit.tokens), len(submit.tokens) + submit.sampling.max_tokens,
+            all_logits=submit.prompt_top is not None,
+        )  # fmt: skip
+        self.told = False
+
+
+class Leader:
+    """The first rank: takes requests, decides what runs, chooses tokens, tells the server."""
+
+    def __init__(self, executor: Executor, link: Link, job: ServeJob) -> None:
+        self.executor, self.link, self.eos = executor, link, frozenset(job.eos)
+        o, cache = job.options, executor.cache
+        self.pages = Pages(cache.count, cache.size, o.reuse)
+        snapshots = None if cache.states is None else Snapshots(cache.snapshots)
+        self.scheduler = Scheduler(self.pages, o.running, o.chunk, snapshots, o.snapshot_every)
+        self._ordering = Ordering()
+        self._asked: dict[int, _Asked] = {}
+        self._queried = self._reused = 0
+        self._stats = Stats(0, 0, self.pages.count, 0)
+
+    def run(self) -> None:
+        group = self.executor.model.group
+        failed: list[Failed] = []
+        while True:
+            if not self.scheduler and not failed and not self._take(self.link.receive(), failed):
+                break
+            ended = False
+            while self.link.waiting():
+                if not self._take(self.link.receive(), failed):
+                    ended = True
+                    break
+            if ended:
+                break
+            if self.scheduler:
+                chosen, scored = self.step(failed)
+                self.link.send(Update(chosen, scored, failed, self._stats))
+            elif failed:
+                self.link.send(Update([], [], failed, self._stats))
+            failed = []
+        if group.size > 1:
+            group.broadcast(None)
+
+    def _take(self, message: Submit | Cancel | Stop, failed: list[Failed]) -> bool:
+        """Whether to go on."""
+        if isinstance(message, Stop):
+            return False
+        if isinstance(message, Cancel):
+            asked = self._asked.pop(message.id, None)
+            if asked is not None:
+                self.scheduler.cancel(asked.request)
+            return True
+        try:
+            asked = _Asked(message)
+            self.scheduler.add(asked.request)
+        except OddrankError as error:
+            failed.append(Failed(message.id, str(error)))
+            return True
+        self._asked[message.id] = asked
+        return True
+
+    def step(self, failed: list[Failed]) -> tuple[list[Chosen], list[Scored]]:
+        """One step of all ranks."""
+        start = time.perf_counter()
+        work = self.scheduler.next_work()
+        order, group, executor = self._ordering(work), self.executor.model.group, self.executor
+        if group.size > 1:
+            group.broadcast(order)
+        executor.begin(order)
+        chosen: list[Chosen] = []
+        scored: list[Scored] = []
+        tokens: list[int | None] = []
+        logits = executor.generate(order)
+        if logits is not None:
+            tokens += self._choose(logits, work.generating, chosen, failed)
+        filled = executor.fill(order)
+        if filled is not None:
+            last = filled.last()
+            ends = [(i, p) for i, p in enumerate(p for p in work.prompts if p.ends or p.request.all_logits) if p.ends]
+            scored += self._score(filled, work.prompts)
+            if last is not None and ends:
+                rows = last[[i for i, _ in ends]] if len(ends) < len(last) else last
+                tokens += self._choose(rows, [p for _, p in ends], chosen, failed)
+        self.scheduler.done(work, tokens)
+        self._count(work, time.perf_counter() - start)
+        return chosen, scored
+
+    def _choose(
+        self, logits: Tensor, pieces: Sequence[Piece], chosen: list[Chosen], failed: list[Failed]
+    ) -> list[int | None]:
+        """A token for each row; None where its request ends with it."""
+        found: list[int | None] = []
+        for row, piece in zip(logits, pieces, strict=True):
+            asked = self._asked[piece.request.id]
+            if asked.sampling.max_tokens == 0:  # only its prompt's logprobs were wanted
+                del self._asked[piece.request.id]
+                found.append(None)
+                continue
+            try:
+                token = asked.sampler(row)
+            except OddrankError as error:
+                failed.append(Failed(piece.request.id, str(error)))
+                del self._asked[piece.request.id]
+                found.append(None)
+                continue
+            event = self._event(asked, piece.request, row, token)
+            chosen.append(event)
+            if event.finish:
+                del self._asked[piece.request.id]
+            found.append(None if event.finish else token)
+        return found
+
+    def _event(self, asked: _Asked, request: Request, row: Tensor, token: int) -> Chosen:
+        ends_text = token in asked.sampling.stop or (token in self.eos and not asked.sampling.ignore_eos)
+        finish = "stop" if ends_text else "length" if len(request.tokens) + 1 >= request.limit else ""
+        logprob, top = None, []
+        if asked.submit.top is not None:
+            line = torch.log_softmax(row.float() if row.dtype != torch.float64 else row, -1)
+            logprob = float(line[token])
+            (top,) = candidates(line[None], asked.submit.top)
+        reused = 0 if asked.told else request.reused
+        asked.told = True
+        return Chosen(request.id, token, finish, ends_text, logprob, top, reused)
+
+    def _score(self, filled: Filled, pieces: Sequence[Piece]) -> list[Scored]:
+        """Logprobs of the prompts of which they are wanted, of those tokens that follow one in this step."""
+        if not filled.scored:
+            return []
+        jobs = []
+        for index in filled.scored:
+            piece = pieces[index]
+            end = piece.start + len(piece.tokens)
+            following = piece.request.tokens[piece.start + 1 : min(end + 1, piece.request.prompt)]
+            jobs.append((index, following, self._asked[piece.request.id].submit.prompt_top or 0))
+        group = self.executor.model.group
+        if group.size > 1:
+            group.broadcast(jobs)
+        found = []
+        for index, following, top in jobs:
+            piece = pieces[index]
+            logprobs, tops = filled.scores(index, following, top)
+            ended = piece.ends and self._asked[piece.request.id].sampling.max_tokens == 0
+            found.append(Scored(piece.request.id, piece.start + 1, logprobs, tops, "length" if ended else ""))
+        return found
+
+    def _count(self, work: Work, seconds: float) -> None:
+        s = self.scheduler
+        for piece in work.prompts:
+            if piece.ends and not piece.request.preempted:
+                self._queried += piece.request.prompt
+                self._reused += piece.request.reused
+        self._stats = Stats(
+            len(s.waiting), s.running, self.pages.count, self.pages.held, self.pages.remembered, seconds,
+            sum(len(p.tokens) for p in work.pieces()), s.preempted, self._queried, self._reused,
+        )  # fmt: skip
