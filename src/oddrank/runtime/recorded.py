@@ -132,21 +132,24 @@ class DecodeSteps:
             self.forget()
             self._place = place
 
-    def _step(self, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int]) -> Step:
-        """Without compiled operations, a decode step only where the slots are 0, 1, ..."""
+    def _step(self, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int], cache: KVCache) -> Step:
+        """Without compiled operations, a decode step only where the slots are 0, 1, ... of a cache that is no pages."""
         sequences = [(slot, [token], held) for slot, token, held in zip(slots, tokens, past, strict=True)]
         step = Step.of(sequences, self.model.group.device)
-        if self._library is None or step.decode:
+        if self._library is None:
+            step.decode = step.decode and not cache.paged
+            return step
+        if step.decode:
             return step
         return Step(step.tokens, step.segments, torch.tensor(list(slots), dtype=torch.int64))
 
     def _compute(self, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int], cache: KVCache) -> Tensor:
-        return self.model.logits(self.model(self._step(tokens, past, slots), cache))
+        return self.model.logits(self.model(self._step(tokens, past, slots, cache), cache))
 
     def _record(
         self, found: Library, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int], cache: KVCache
     ) -> Tensor:
-        model, n, step = self.model, len(tokens), self._step(tokens, past, slots)
+        model, n, step = self.model, len(tokens), self._step(tokens, past, slots, cache)
         inputs = _Inputs(n, model.config.hidden, model.precision.activations)
         inputs.set(tokens, past, slots)
         step.tokens, step.positions, step.slots = inputs.tokens, inputs.positions, inputs.slots
