@@ -145,7 +145,7 @@ def test_dense_models(family: str, kind: str, tp: int) -> None:
 def test_hybrid_models(family: str, tp: int, dtype: str) -> None:
     """States go on from snapshots: at the ends of prompts, and of every eight tokens."""
     made: Hybrid = hybrid(family)
-    asked, eos = requests(3 + tp, made.vocab, 40), (made.vocab - 1,)
+    asked, eos = requests(6 + tp, made.vocab, 40), (made.vocab - 1,)
     options = ServingOptions(running=5, chunk=16, page=4, length=40, snapshots=9, snapshot_every=8)
     script, leader = made.on_ranks(solved(made, tp), lambda m: serve(m, list(asked), options, eos, 2), dtype)[0]
     check(script, asked, lambda t: torch.from_numpy(hybrid_reference(made, t)), eos, 1e-8 if dtype == "fp64" else 1e-3)
