@@ -156,6 +156,26 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
     assert draws(Sampling(), logits)[1] == 1
 
 
+def test_min_p_and_biases() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.0, 0.2, 0.3]).log()
+    two = torch.tensor([0, 4 / 7, 0, 0, 3 / 7])
+    assert torch.allclose(draws(Sampling(temperature=1, min_p=0.6), logits), two, atol=0.03)
+    assert torch.allclose(draws(Sampling(temperature=1, min_p=0.6, top_k=3), logits), two, atol=0.03)
+    without = torch.tensor([1, 0, 0, 2, 3]) / 6
+    assert torch.allclose(draws(Sampling(temperature=1, logit_bias=((1, -100.0),)), logits), without, atol=0.03)
+    assert Sampler(Sampling(logit_bias=((2, 1e4), (0, 5.0))), 0)(logits) == 0  # -inf stays
+
+
+def test_a_large_vocabulary_is_cut_where_a_small_one_would_be() -> None:
+    """Half of 5,000 tokens that are nearly as likely: more than are looked at first."""
+    logits = -torch.arange(5000) * 1e-6
+    found = draws(Sampling(temperature=1, top_p=0.5), logits[torch.arange(4999, -1, -1)], 4000)
+    likely = found.flip(0)
+    assert likely[2500:].sum() == 0 and (likely[:2500] > 0).float().mean() > 0.7
+    few = torch.cat([torch.tensor([9.0, 8.0]), torch.zeros(4998)])
+    assert draws(Sampling(temperature=1, top_p=0.5), few)[:2].sum() == 1
+
+
 def test_equal_logits_give_the_lowest_token_greedily() -> None:
     assert Sampler(Sampling(), 0)(torch.tensor([1.0, 3.0, 3.0])) == 1
 
