@@ -42,7 +42,7 @@ class Sampler:
         return self._draw(*self._candidates(scores))
 
     def _candidates(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens that may come, as probabilities that need not sum to one, and which those are (None: all, in order)."""
+        """Tokens that may come, as probabilities that need not sum to one, and which those are (None: all in order)."""
         s = self.sampling
         cut = s.top_p < 1 or s.min_p > 0
         if 0 < s.top_k < len(scores):
