@@ -25,12 +25,6 @@ class AddArguments(ctypes.Structure):
     _fields_ = fields("x y", "rows width y_row", ("set", INT), ("threads", INT))
 
 
-class ColumnsArguments(ctypes.Structure):
-    """elementwise.cpp's."""
-
-    _fields_ = fields("x index y", "rows width x_row", ("threads", INT))
-
-
 def gated(
     library: Library, gate_up: Tensor, activation: int, scale: Tensor | None = None, threads: int = 1
 ) -> Tensor:
@@ -84,16 +78,3 @@ def _rows(library: Library, x: Tensor, y: Tensor | None, copy: bool) -> Tensor:
             apart = width
     call(library.operation("add"), AddArguments(x.data_ptr(), address(y), rows, width, apart, copy, 1), x, y)
     return x
-
-
-def columns(x: Tensor, index: Tensor) -> Tensor:
-    """x[:, index]. x: [rows, n], the last dimension dense. index: int64."""
-    library = compiled(x)
-    if library is None:
-        return x.index_select(-1, index)
-    out = torch.empty(x.shape[0], len(index))
-    arguments = ColumnsArguments(
-        x.data_ptr(), index.data_ptr(), out.data_ptr(), x.shape[0], len(index), x.stride(0), 1
-    )
-    call(library.operation("columns"), arguments, x, index, out)
-    return out

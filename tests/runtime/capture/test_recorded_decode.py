@@ -1,21 +1,17 @@
 """Recorded decode steps: the bits of the model's own, whatever happens to the cache and the sequences in between."""
 
-import logging
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from runtime.capture.recorded_models import both_ways
-from runtime.tiny import Tiny, rank_model, ragged, tiny
+from runtime.tiny import Tiny, ragged, rank_model, tiny
 
 import oddrank.runtime.cache
 import oddrank.runtime.layers.kernels
 from oddrank.native.compiled import library
-from oddrank.runtime.engine import RECORD, Engine
-from oddrank.runtime.layers.norm import RMSNorm
 from oddrank.runtime.models.llama import Llama
-from oddrank.runtime.parallel import LocalGroup, SoloGroup
+from oddrank.runtime.parallel import SoloGroup
 from oddrank.runtime.request import Sampling
 
 PROMPTS = [[3, 17, 52, 0, 17], [41], [8, 29, 11, 4, 4, 4, 9, 30, 2], [1, 2], [50, 49, 48]]

@@ -132,7 +132,7 @@ def test_what_these_models_depend_on() -> None:
         attention.o_proj.bias_owner = True
 
     def other_keys(net: GatedDeltaNet) -> None:
-        net.partner = net.partner.flip(0)
+        net.rule.partner = net.rule.partner.flip(0)
 
     def gates_swapped(attention: GatedAttention) -> None:
         inner = attention.attention

@@ -11,7 +11,7 @@ from torch import Tensor
 from oddrank.errors import OddrankError
 from oddrank.native.compiled import library
 from oddrank.native.embedding import TABLES, take_rows
-from oddrank.runtime.layers.kernels import LinearWeight, NarrowWeight, Rows, WeightFormat
+from oddrank.runtime.layers.kernels import LinearWeight, NarrowWeight, Rows, WeightFormat, dense_product
 from oddrank.runtime.layers.module import Module, Parameter
 from oddrank.runtime.parallel.group import Columns, Group
 from oddrank.runtime.parallel.partial import Partial
@@ -41,9 +41,15 @@ class DenseTable(TableWeight):
         self.weight = Parameter([(f"{name}.weight", rows)], (k,), precision.weights)
         self.dtype = precision.activations
         self.narrow = NarrowWeight(self.weight) if precision.weights != precision.activations else None
+        self._threads = 1
+
+    def prepare(self, threads: int) -> None:
+        self._threads = threads
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, self.weight.data, bias) if self.narrow is None else self.narrow(x, bias)
+        if self.narrow is None:
+            return dense_product(self.weight.data, x, bias, self._threads)
+        return self.narrow(x, bias)
 
     def take(self, rows: Tensor) -> Tensor:
         return F.embedding(rows, self.weight.data).to(self.dtype)

@@ -3,7 +3,6 @@
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from oddrank.checkpoint.config import ConfigView
@@ -13,6 +12,7 @@ from oddrank.runtime.experts import Experts
 from oddrank.runtime.layers.gated import activation
 from oddrank.runtime.layers.kernels import Rows
 from oddrank.runtime.layers.module import Module
+from oddrank.runtime.layers.routing import most_probable
 from oddrank.runtime.models.build import Build
 from oddrank.runtime.models.config import Defaults, ModelConfig
 from oddrank.runtime.models.llama import FeedForward, GatedMLP
@@ -48,10 +48,7 @@ class Router(Module):
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [tokens, hidden] -> weights [tokens, chosen] in fp32 or wider, ids int64 [tokens, chosen]."""
-        scores = self.weight(x)
-        chances = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights, ids = chances.topk(self.chosen, -1)
-        return weights / weights.sum(-1, keepdim=True), ids
+        return most_probable(self.weight(x), self.chosen)
 
 
 class SharedExpert(GatedMLP):
