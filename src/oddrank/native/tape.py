@@ -158,8 +158,8 @@ class _OnlyMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-# Set after the class is made, or torch would wrap it to keep its compiler out, and import the compiler for that: seconds,
-# and a hundred megabytes a rank.
+# Set after the class is made, or torch would wrap it to keep its compiler out, and import the compiler for that: a
+# second, and a hundred megabytes a rank.
 _OnlyMemory.__torch_dispatch__ = _OnlyMemory._see  # type: ignore[method-assign]
 
 
