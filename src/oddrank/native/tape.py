@@ -160,7 +160,7 @@ class _OnlyMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 # Set after the class is made, or torch would wrap it to keep its compiler out, and import the compiler for that: a
 # second, and a hundred megabytes a rank.
-_OnlyMemory.__torch_dispatch__ = _OnlyMemory._see  # type: ignore[method-assign]
+_OnlyMemory.__torch_dispatch__ = _OnlyMemory._see  # type: ignore[assignment, method-assign]
 
 
 def _shares(source: Tensor, result: Any) -> bool:
