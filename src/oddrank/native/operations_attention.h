@@ -13,10 +13,15 @@ namespace {
 
 constexpr int KEYS = 64;           // of a block
 constexpr int PAIR = 2 * WIDTH;    // numbers of a pair of vectors
-constexpr int ACROSS = 4;          // queries at a time
 constexpr int AHEAD = 2048;        // bytes: about what memory takes to answer
 
-inline void prefetch(const void *p) { __builtin_prefetch(static_cast<const uint8_t *>(p) + AHEAD); }
+// Asks for `bytes` behind p, and for those that lie AHEAD of q.
+inline void prefetch(const void *p, const void *q, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch(static_cast<const uint8_t *>(p) + i, 0, 2);
+    __builtin_prefetch(static_cast<const uint8_t *>(q) + AHEAD + i);
+  }
+}
 
 struct Floats {
   typedef float Number;
@@ -83,13 +88,14 @@ inline void scores(const float *q, const typename D::Number *k, int64_t stride, 
   }
 }
 
+// v: the values that belong to the keys and will be needed next; null where they are on their way.
 template <class D, int N>
-inline void block_scores(const float *q, const typename D::Number *k, int64_t stride, int64_t keys, float *s) {
+inline void block_scores(const float *q, const typename D::Number *k, const typename D::Number *v, int64_t stride,
+                         int64_t keys, float *s) {
   constexpr int J = N == 1 ? 8 : N == 4 ? 2 : 4;  // 8 to 12 sums: as many as wait for each other, and fit in registers
   int64_t j = 0;
   for (; j + J <= keys; j += J) {
-    for (int64_t i = 0; i < J * stride * int64_t(sizeof(*k)); i += 64)
-      prefetch(reinterpret_cast<const uint8_t *>(k + j * stride) + i);
+    if (v) prefetch(v + j * stride, k + j * stride, J * stride * int64_t(sizeof(*k)));
     scores<D, N, J>(q, k + j * stride, stride, s + j);
   }
   for (; j < keys; j++) scores<D, N, 1>(q, k + j * stride, stride, s + j);
@@ -148,12 +154,12 @@ inline float weigh(float *s, int64_t keys, float &most_so_far, float &total) {
   return shrink;
 }
 
-// Calls f.operator()<N>(first) for the queries, N at a time: four, or three where one would be left alone.
+// Calls f(Count<N>(), first) for the queries, N at a time: three, or four where one would be left alone.
 template <class F>
 inline void in_groups(int64_t count, F f) {
   int64_t n = 0;
-  while (count - n > 5 || count - n == 4) f(Count<4>(), n), n += 4;
-  while (count - n >= 3) f(Count<3>(), n), n += 3;
+  while (count - n == 3 || count - n > 4) f(Count<3>(), n), n += 3;
+  if (count - n == 4) f(Count<4>(), n), n += 4;
   if (count - n == 2) f(Count<2>(), n);
   if (count - n == 1) f(Count<1>(), n);
 }
@@ -185,9 +191,9 @@ inline void attend_as(const Attend &a, bool widened) {
       widen(found, pages.number, keys, dim, stride, wide);
       return reinterpret_cast<const Number *>(wide);
     };
-    const Number *k = rows(pages.keys);
+    const Number *k = rows(pages.keys), *next = widened ? nullptr : rows(pages.values);
     in_groups(count, [&](auto group, int64_t n) {
-      block_scores<D, decltype(group)::value>(q + n * stride, k, stride, keys, s + n * KEYS);
+      block_scores<D, decltype(group)::value>(q + n * stride, k, n ? nullptr : next, stride, keys, s + n * KEYS);
     });
     for (int64_t n = 0; n < count; n++) shrink[n] = weigh(s + n * KEYS, keys, largest_yet[n], totals[n]);
     const Number *v = rows(pages.values);
