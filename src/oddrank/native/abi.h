@@ -29,8 +29,9 @@ struct Level {
   int64_t (*arranged)(const Matrix &a);
   // x: [m, a.k], rows `stride` numbers apart; out: [m, arranged(a) bytes]
   void (*arrange)(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t *out);
-  // y[b * stride + row - begin] = row . x[b] for rows [begin, end) and b < m
-  void (*multiply)(const Matrix &a, const uint8_t *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride);
+  // y[b * stride + row - begin] = row . x[b] for rows [begin, end) and b < m; x: pointers to arranged ones
+  void (*multiply)(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+                   int64_t stride);
 };
 
 inline constexpr bool alike(const Matrix &a, const Matrix &b) { return a.format == b.format && a.exact == b.exact; }

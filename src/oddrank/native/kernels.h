@@ -24,8 +24,9 @@ enum Kind { PLAIN, SEGMENT, LANES };
 
 constexpr int TILE = 512;  // columns decoded at a time for several x: a multiple of every group
 constexpr int ROWS = 4;    // rows decoded together
-constexpr int ACROSS = 3;  // x at a time: ROWS * ACROSS sums, ROWS weights and an x are in registers
-constexpr int BATCH = 48;  // x in one pass over the rows
+constexpr int ACROSS = 3;  // x at a time: ROWS * ACROSS sums, as many x and the weights are in registers
+constexpr int BLOCK = 16;  // rows that take a tile of x before the next one
+constexpr int BATCH = 24;  // x in one pass over the rows
 
 template <class F>
 int64_t groups(int64_t k) {
@@ -155,7 +156,7 @@ bool decode_groups(const Matrix &a, const RowReader<F> &reader, int64_t row, int
   if constexpr (F::KIND == SEGMENT) scale[0] = mul(set1(scales[segment]), factor);
   for (int64_t g = begin; g < end; g++) {
     const uint8_t *p = reader.group(g);
-    prefetch(p);
+    prefetch(reader.values + g * F::BYTES);
     if constexpr (F::KIND == LANES) F::scales(reader.scale(g), factor, scale, seen);
     if constexpr (F::KIND == SEGMENT) {
       if (left == 0) {
@@ -170,62 +171,69 @@ bool decode_groups(const Matrix &a, const RowReader<F> &reader, int64_t row, int
   return F::bad(seen);
 }
 
+// Adds N x times a tile of decoded weights, from column t on, to the sums.
 template <int N>
-inline INLINE void tile_product(const float (&w)[ROWS][TILE], const float *x, int64_t stride,
-                                                        int64_t columns, Vec (*sums)[ROWS]) {
+inline INLINE void tile_product(const float (&w)[ROWS][TILE], const float *const *x, int64_t t, int64_t columns,
+                                Vec (*sums)[ROWS]) {
   Vec s[N][ROWS];
-  for (int b = 0; b < N; b++)
+  const float *at[N];
+  for (int b = 0; b < N; b++) {
+    at[b] = x[b] + t;
     for (int r = 0; r < ROWS; r++) s[b][r] = sums[b][r];
+  }
   for (int64_t c = 0; c < columns; c += WIDTH) {
-    Vec v[ROWS];
-    for (int r = 0; r < ROWS; r++) v[r] = load(&w[r][c]);
-    for (int b = 0; b < N; b++) {
-      const Vec at = load(x + b * stride + c);
-      for (int r = 0; r < ROWS; r++) s[b][r] = fma(v[r], at, s[b][r]);
+    Vec v[N];
+    for (int b = 0; b < N; b++) v[b] = load(at[b] + c);
+    for (int r = 0; r < ROWS; r++) {
+      const Vec weights = load(&w[r][c]);
+      for (int b = 0; b < N; b++) s[b][r] = fma(weights, v[b], s[b][r]);
     }
   }
   for (int b = 0; b < N; b++)
     for (int r = 0; r < ROWS; r++) sums[b][r] = s[b][r];
 }
 
-// Up to ROWS rows times up to BATCH x.
+// Up to BLOCK rows times up to BATCH x. A tile of x is used by all the rows before the next one: it stays in the first
+// cache, beside that of the weights.
 template <class F>
-void block_product(const Matrix &a, int64_t row, int rows, const float *x, int64_t m, float *y, int64_t stride) {
+void block_product(const Matrix &a, int64_t row, int rows, const float *const *x, int64_t m, float *y, int64_t stride) {
   alignas(64) float w[ROWS][TILE];
-  Vec sums[BATCH][ROWS];
-  bool bad[ROWS] = {};
+  Vec sums[BLOCK / ROWS][BATCH][ROWS];
+  bool bad[BLOCK] = {};
   const int64_t width = groups<F>(a.k) * F::GROUP;
-  for (int64_t b = 0; b < m; b++)
-    for (auto &s : sums[b]) s = zero();
-  if (rows < ROWS) std::memset(w, 0, sizeof w);
-  const int last = rows - 1;
-  const RowReader<F> readers[ROWS] = {
-      {a, row}, {a, row + (last < 1 ? last : 1)}, {a, row + (last < 2 ? last : 2)}, {a, row + (last < 3 ? last : 3)}};
+  for (int q = 0; q * ROWS < rows; q++)
+    for (int64_t b = 0; b < m; b++)
+      for (auto &s : sums[q][b]) s = zero();
+  if (rows % ROWS) std::memset(w, 0, sizeof w);
   for (int64_t t = 0; t < width; t += TILE) {
     const int64_t columns = width - t < TILE ? width - t : TILE;
-    for (int r = 0; r < rows; r++)
-      bad[r] |= decode_groups<F>(a, readers[r], row + r, t / F::GROUP, (t + columns) / F::GROUP, w[r]);
-    int64_t b = 0;
-    for (; b + ACROSS <= m; b += ACROSS) tile_product<ACROSS>(w, x + b * width + t, width, columns, sums + b);
-    if (m - b == 2) tile_product<2>(w, x + b * width + t, width, columns, sums + b);
-    if (m - b == 1) tile_product<1>(w, x + b * width + t, width, columns, sums + b);
+    for (int q = 0; q * ROWS < rows; q++) {
+      for (int r = q * ROWS; r < rows && r < (q + 1) * ROWS; r++) {
+        const RowReader<F> reader(a, row + r);
+        bad[r] |= decode_groups<F>(a, reader, row + r, t / F::GROUP, (t + columns) / F::GROUP, w[r % ROWS]);
+      }
+      int64_t b = 0;
+      for (; b + ACROSS <= m; b += ACROSS) tile_product<ACROSS>(w, x + b, t, columns, sums[q] + b);
+      if (m - b == 2) tile_product<2>(w, x + b, t, columns, sums[q] + b);
+      if (m - b == 1) tile_product<1>(w, x + b, t, columns, sums[q] + b);
+    }
   }
   for (int64_t b = 0; b < m; b++)
-    for (int r = 0; r < rows; r++) y[b * stride + r] = bad[r] ? NAN : sum(sums[b][r]);
+    for (int r = 0; r < rows; r++) y[b * stride + r] = bad[r] ? NAN : sum(sums[r / ROWS][b][r % ROWS]);
 }
 
 template <class F>
-void multiply_as(const Matrix &a, const float *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride) {
+void multiply_as(const Matrix &a, const float *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+                 int64_t stride) {
   if (m == 1) {
-    for (int64_t row = begin; row < end; row++) y[row - begin] = product<F>(a, row, x);
+    for (int64_t row = begin; row < end; row++) y[row - begin] = product<F>(a, row, x[0]);
     return;
   }
-  const int64_t width = groups<F>(a.k) * F::GROUP;
   for (int64_t b = 0; b < m; b += BATCH) {
     const int64_t some = m - b < BATCH ? m - b : BATCH;
-    for (int64_t row = begin; row < end; row += ROWS) {
-      const int rows = end - row < ROWS ? int(end - row) : ROWS;
-      block_product<F>(a, row, rows, x + b * width, some, y + b * stride + row - begin, stride);
+    for (int64_t row = begin; row < end; row += BLOCK) {
+      const int rows = end - row < BLOCK ? int(end - row) : BLOCK;
+      block_product<F>(a, row, rows, x + b, some, y + b * stride + row - begin, stride);
     }
   }
 }
@@ -274,8 +282,9 @@ void arrange(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t
   });
 }
 
-void multiply(const Matrix &a, const uint8_t *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride) {
-  const float *numbers = reinterpret_cast<const float *>(x);
+void multiply(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+              int64_t stride) {
+  const float *const *numbers = reinterpret_cast<const float *const *>(x);
   with_format(a.format, [&](auto f) { multiply_as<decltype(f)>(a, numbers, m, begin, end, y, stride); });
 }
 

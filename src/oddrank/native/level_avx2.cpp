@@ -173,7 +173,9 @@ struct Mxfp4 : E2m1 {
 
 #include "kernels.h"
 
+#include "avx2_fixed.h"
+
 namespace oddrank {
-const Level avx2_level = {"avx2", arranged, arrange, multiply};
+const Level avx2_level = {"avx2", arranged_here, arrange_here, multiply_here};
 }
 #endif

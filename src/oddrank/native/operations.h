@@ -27,6 +27,7 @@ struct Recur {
   const float *q, *k;  // [key width], of length one; q scaled
   const float *v;      // [value width]
   float *state;        // [key width, value width]
+  const float *next;   // the state that is gone through next, or null
   int64_t key_width, value_width;
   float decay, beta;
   float *scratch;  // 2 * value width
