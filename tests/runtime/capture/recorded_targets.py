@@ -8,7 +8,6 @@ import torch
 from recorded_models import both_ways
 
 import oddrank.runtime.cache
-import oddrank.runtime.layers.kernels
 from oddrank import OddrankError
 from oddrank.checkpoint import Checkpoint
 from oddrank.layout.plan import Plan

@@ -11,7 +11,6 @@ from runtime.quantized.hybrids import Hybrid, InMemory, hybrid, solved
 from runtime.tiny import CASES, Tiny, ragged, rank_model, tiny
 
 import oddrank.runtime.cache
-import oddrank.runtime.layers.kernels
 from oddrank.native.compiled import library
 from oddrank.runtime.engine import RECORD, Engine
 from oddrank.runtime.expert_options import ExpertOptions
@@ -30,7 +29,6 @@ needs_library = pytest.mark.skipif(library() is None, reason="no compiled kernel
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches that grow every few tokens."""
     monkeypatch.setattr(oddrank.runtime.cache, "BLOCK", 16)
-    monkeypatch.setattr(oddrank.runtime.layers.kernels, "half_packing_works", lambda: False)
 
 
 def solo(model: Tiny, dtype: str = "bf16") -> Llama:
