@@ -76,6 +76,8 @@ class Tape:
     def __init__(self, library: Library, blocks: Blocks) -> None:
         self.names: list[str] = []
         """Of the operations, a call each."""
+        self.nanoseconds: np.ndarray[Any, np.dtype[np.int64]] | None = None
+        """int64 [calls]; replays add to it what each call takes. None: they don't look at the clock."""
         self._blocks = blocks
         self._kept: list[object] = []
         self._made: list[tuple[int, int]] = []
@@ -94,12 +96,11 @@ class Tape:
         # What lies in a block must not be kept: the block has to serve again, as it will in a replay.
         self._kept += [arguments, *(k for k in kept if not (isinstance(k, Tensor) and self._blocks.holds(k)))]
 
-    def replay(self, nanoseconds: "np.ndarray[Any, np.dtype[np.int64]] | None" = None) -> bool:
-        """Make the calls again. False where one failed, and those after it were not made. nanoseconds: [calls], what
-        each takes is added."""
+    def replay(self) -> bool:
+        """Make the calls again. False where one failed, and those after it were not made."""
         if self._calls is None:
             self._calls = (_Call * len(self._made))(*(_Call(*made) for made in self._made))
-        profile = None if nanoseconds is None else nanoseconds.ctypes.data
+        profile = None if self.nanoseconds is None else self.nanoseconds.ctypes.data
         done: int = self._replay(ctypes.addressof(self._calls), len(self._made), profile)
         return done == len(self._made)
 
