@@ -11,6 +11,7 @@ processes. The ceiling is the weights' bytes over what this machine reads per se
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -26,7 +27,7 @@ from report import row
 
 from oddrank.checkpoint import Checkpoint
 from oddrank.demo.smollm2 import DEFAULT_OUT, ensure_model
-from oddrank.native import library
+from oddrank.native.calls import call
 from oddrank.planner import make_plan
 from oddrank.runtime.engine import Engine
 from oddrank.runtime.generate import Session
@@ -85,26 +86,23 @@ def replayed(engine: Engine, tokens: int) -> tuple[float, dict[str, float]]:
 
 def computed(engine: Engine, tokens: int) -> tuple[float, float]:
     """Milliseconds of a step of one sequence that is not recorded, and of those what compiled operations took."""
-    found = library()
-    assert found is not None
-    functions, inside = dict(found._operations), [0]
+    users = [m for name, m in sys.modules.items() if name.startswith("oddrank.") and getattr(m, "call", None) is call]
+    inside = [0]
 
-    def timed(function: Any) -> Any:
-        def call(arguments: int) -> None:
-            start = time.perf_counter_ns()
-            function(arguments)
-            inside[0] += time.perf_counter_ns() - start
+    def timed(function: Any, arguments: Any, *kept: object) -> None:
+        start = time.perf_counter_ns()
+        function(ctypes.addressof(arguments))
+        inside[0] += time.perf_counter_ns() - start
 
-        return call
-
-    engine.generate([PROMPT], Sampling(max_tokens=1, ignore_eos=True))
-    found._operations.update({name: timed(function) for name, function in functions.items()})
+    for module in users:
+        module.call = timed  # type: ignore[attr-defined]
     try:
         engine.generate([PROMPT], Sampling(max_tokens=1, ignore_eos=True))
         prefill, inside[0] = inside[0], 0
         total = step_ms(engine, tokens)
     finally:
-        found._operations.update(functions)
+        for module in users:
+            module.call = call  # type: ignore[attr-defined]
     return total, (inside[0] - prefill) / 1e6 / engine.timings.decode_steps
 
 
