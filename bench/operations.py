@@ -128,13 +128,14 @@ def small(found: Library) -> dict[str, Callable[[], object]]:
     x, term, weight = torch.randn(1, 576), torch.randn(1, 576), torch.randn(576)
     both, scores = torch.randn(1, 3072), torch.randn(1, 256)
     product = torch.randn(1, 15, 64)
-    pages, table, at = Pages.of(torch.zeros(1, 6, 256, 64)), torch.randn(256, 64), torch.tensor([200])
+    pages, at = Pages.of(torch.randn(1, 6, 256, 64)), torch.tensor([200])
+    table = torch.ones(256, 64), torch.zeros(256, 64)  # q is turned in place, over and over
     heads = HeadMap(np.arange(9) // 3, 3)
     q, kv = product[:, :9], product[:, 9:]
     return {
         "residual + norm of 576": lambda: rms_norm(found, x, weight, 1e-5, delta=term),
         "silu(gate) * up of 1536": lambda: elementwise.gated(found, both, 0),
-        "rotation and caching of 9q/3kv x 64": lambda: cache_heads(found, q, kv, pages, (table, table, at), at),
+        "rotation and caching of 9q/3kv x 64": lambda: cache_heads(found, q, kv, pages, (*table, at), at),
         "attention of 9q/3kv x 64 over 201 keys": lambda: decode_attention(
             found, q, pages, at, heads.starts, heads.queries, 0.125
         ),
