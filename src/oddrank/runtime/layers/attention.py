@@ -142,8 +142,8 @@ class RotaryAttention(Module):
         if self.q_norm is not None and self.k_norm is not None:
             q.copy_(self.q_norm(q))
             k.copy_(self.k_norm(k))
-        rotary.apply_(q)
-        rotary.apply_(k)
+        rotary.apply_(q, self._threads)
+        rotary.apply_(k, self._threads)
         out = self.attention(q, kv, step, cache)
         if gate is not None:
             out = out * torch.sigmoid(gate)
