@@ -172,8 +172,9 @@ struct Mxfp4 : E2m1 {
 }  // namespace oddrank
 
 #include "kernels.h"
+#include "gemm.h"
 
 namespace oddrank {
-const Level avx2_level = {"avx2", arranged, arrange, multiply};
+const Level avx2_level = {"avx2", arranged, arrange, multiply, &gemm};
 }
 #endif
