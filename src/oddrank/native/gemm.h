@@ -3,9 +3,10 @@
 // matrices whose inner loop keeps GEMM_R x 2 vectors of sums in registers, each x a lane and each row a scalar: a step
 // loads two vectors of x and spreads GEMM_R weights for 2 GEMM_R multiplications.
 //
-// The order of a sum is that of the level's columns, in stretches of GEMM_COLUMNS; it does not depend on how many x or
+// The order of a sum is that of the level's columns, in stretches of at most GEMM_COLUMNS; it does not depend on how many x or
 // rows there are, nor on who computes which.
 #include "gemm_abi.h"
+#include "transpose.h"
 
 namespace oddrank {
 namespace {
@@ -42,16 +43,40 @@ inline INLINE void gemm_tile(const float *w, const float *x, int64_t columns, bo
     }
 }
 
+// Columns decoded at a time: stretches of about the same length.
+template <class F>
+int64_t gemm_stretch(int64_t width) {
+  const int64_t count = (width + GEMM_COLUMNS - 1) / GEMM_COLUMNS, each = (width + count - 1) / count;
+  return (each + F::GROUP - 1) / F::GROUP * F::GROUP;
+}
+
+// y[b * stride + r] = sums[r][b] of a panel, plus bias[r].
+inline void gemm_give(const float *sums, int64_t rows, int64_t count, const float *bias, float *y, int64_t stride) {
+  int64_t r = 0;
+  for (; r + 8 <= rows; r += 8) {
+    int64_t b = 0;
+    for (; b + 8 <= count; b += 8)
+      transpose8([&](int i) INLINE { return sums + (r + i) * GEMM_PANEL + b; }, y + b * stride + r, stride);
+    for (; b < count; b++)
+      for (int64_t i = r; i < r + 8; i++) y[b * stride + i] = sums[i * GEMM_PANEL + b];
+  }
+  for (int64_t b = 0; b < count; b++)
+    for (int64_t i = r; i < rows; i++) y[b * stride + i] = sums[i * GEMM_PANEL + b];
+  if (bias)
+    for (int64_t b = 0; b < count; b++)
+      for (int64_t i = 0; i < rows; i++) y[b * stride + i] += bias[i];
+}
+
 template <class F>
 void gemm_multiply_as(const Matrix &a, const float *x, int64_t m, int64_t begin, int64_t end, const float *bias,
                       float *y, int64_t stride, float *scratch) {
   const int64_t rows = end - begin, width = groups<F>(a.k) * F::GROUP, steps = (rows + GEMM_R - 1) / GEMM_R;
-  const int64_t panels = (m + GEMM_PANEL - 1) / GEMM_PANEL;
-  float *w = scratch, *sums = scratch + GEMM_ROWS * GEMM_ROW;  // sums: [panel][step][GEMM_R][GEMM_PANEL]
+  const int64_t panels = (m + GEMM_PANEL - 1) / GEMM_PANEL, stretch = gemm_stretch<F>(width);
+  float *w = scratch, *sums = scratch + GEMM_ROWS * GEMM_ROW;  // sums: [panel][steps * GEMM_R][GEMM_PANEL]
   bool bad[GEMM_ROWS] = {};
   for (int64_t r = rows; r < steps * GEMM_R; r++) std::memset(w + r * GEMM_ROW, 0, GEMM_ROW * 4);
-  for (int64_t t = 0; t < width; t += GEMM_COLUMNS) {
-    const int64_t columns = width - t < GEMM_COLUMNS ? width - t : GEMM_COLUMNS;
+  for (int64_t t = 0; t < width; t += stretch) {
+    const int64_t columns = width - t < stretch ? width - t : stretch;
     for (int64_t r = 0; r < rows; r++) {
       const RowReader<F> reader(a, begin + r);
       bad[r] |= decode_groups<F>(a, reader, begin + r, t / F::GROUP, (t + columns) / F::GROUP, w + r * GEMM_ROW);
@@ -69,13 +94,9 @@ void gemm_multiply_as(const Matrix &a, const float *x, int64_t m, int64_t begin,
       }
     }
   }
-  for (int64_t b = 0; b < m; b++) {
-    const float *from = sums + b / GEMM_PANEL * steps * GEMM_R * GEMM_PANEL + b % GEMM_PANEL;
-    float *to = y + b * stride;
-    if (bias)
-      for (int64_t r = 0; r < rows; r++) to[r] = from[r * GEMM_PANEL] + bias[r];
-    else
-      for (int64_t r = 0; r < rows; r++) to[r] = from[r * GEMM_PANEL];
+  for (int64_t p = 0; p < panels; p++) {
+    const int64_t first = p * GEMM_PANEL, count = m - first < GEMM_PANEL ? m - first : GEMM_PANEL;
+    gemm_give(sums + first * steps * GEMM_R, rows, count, bias, y + first * stride, stride);
   }
   for (int64_t r = 0; r < rows; r++)
     if (bad[r])
@@ -84,24 +105,27 @@ void gemm_multiply_as(const Matrix &a, const float *x, int64_t m, int64_t begin,
 
 template <class F>
 void gemm_pack_as(const Matrix &a, const float *const *x, int64_t count, float *out) {
-  struct Order {
-    int at[F::GROUP];
-    Order() {
-      for (int i = 0; i < F::GROUP; i++) at[i] = F::column(i);
+  struct Places {  // of each column of a group, among those that are decoded
+    int of[F::GROUP];
+    Places() {
+      for (int i = 0; i < F::GROUP; i++) of[F::column(i)] = i;
     }
   };
-  static const Order order;
-  const int64_t all = groups<F>(a.k);
-  if (count < GEMM_PANEL) std::memset(out, 0, size_t(all * F::GROUP * GEMM_PANEL) * 4);
-  for (int64_t g = 0; g < all; g++) {
-    const int64_t left = a.k - g * F::GROUP;
-    for (int i = 0; i < F::GROUP; i++) {
-      float *to = out + (g * F::GROUP + i) * GEMM_PANEL;
-      const int64_t column = g * F::GROUP + order.at[i];
-      if (order.at[i] < left)
-        for (int64_t b = 0; b < count; b++) to[b] = x[b][column] * F::OF_X;
-      else
-        for (int64_t b = 0; b < count; b++) to[b] = 0.0f;
+  static const Places places;
+  const int64_t padded = groups<F>(a.k) * F::GROUP;
+  if (count < GEMM_PANEL || padded > a.k) std::memset(out, 0, size_t(padded * GEMM_PANEL) * 4);
+  alignas(64) float turned[8][GEMM_PANEL];
+  for (int64_t c = 0; c < a.k; c += 8) {
+    const int64_t some = a.k - c < 8 ? a.k - c : 8;
+    int64_t b = 0;
+    if (some == 8)
+      for (; b + 8 <= count; b += 8) transpose8([&](int i) INLINE { return x[b + i] + c; }, turned[0] + b, GEMM_PANEL);
+    for (; b < count; b++)
+      for (int64_t j = 0; j < some; j++) turned[j][b] = x[b][c + j];
+    float *group = out + c / F::GROUP * F::GROUP * GEMM_PANEL;
+    for (int64_t j = 0; j < some; j++) {
+      float *to = group + places.of[(c + j) % F::GROUP] * GEMM_PANEL;
+      for (int64_t i = 0; i < count; i++) to[i] = turned[j][i] * F::OF_X;
     }
   }
 }

@@ -6,7 +6,7 @@ namespace oddrank {
 
 constexpr int64_t GEMM_FROM = 32;      // x, from which `gemm` is the faster product
 constexpr int64_t GEMM_ROWS = 96;      // of a matrix, decoded together at most: a multiple of what a kernel takes at once
-constexpr int64_t GEMM_COLUMNS = 256;  // and columns: a multiple of every group
+constexpr int64_t GEMM_COLUMNS = 384;  // and columns: a multiple of every group
 constexpr int64_t GEMM_ROW = GEMM_COLUMNS + 16;  // numbers from a decoded row to the next, apart from powers of two
 constexpr int64_t GEMM_BATCH = 512;              // x in one pass over the rows
 
