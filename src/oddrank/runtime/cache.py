@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from oddrank.native.pages import Pages
 from oddrank.runtime.step import Step
 
 BLOCK = 256
@@ -79,6 +80,7 @@ class KVCache:
         self.half = dtype.itemsize == 2
         self.capacity = 0
         self._buffer = torch.empty(layers, slots, 2 * kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self._pages: list[Pages] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,6 +100,12 @@ class KVCache:
         """[slots, 2 * kv_heads, capacity, head_dim]."""
         return self._buffer[index]
 
+    def pages(self, index: int) -> Pages:
+        """Where a layer's keys and values lie, for compiled operations: until the cache grows."""
+        if not self._pages:
+            self._pages = [Pages.of(layer) for layer in self._buffer.unbind(0)]
+        return self._pages[index]
+
     def reserve(self, length: int) -> None:
         """Make room for sequences of `length` tokens."""
         if length <= self.capacity:
@@ -106,7 +114,7 @@ class KVCache:
         # Zeros: a shorter sequence of the batch masks what lies past its end, and masks do not hide NaN.
         new = self._buffer.new_zeros(self.layers, self.slots, 2 * self.kv_heads, capacity, self.head_dim)
         new[..., : self.capacity, :] = self._buffer
-        self._buffer, self.capacity = new, capacity
+        self._buffer, self.capacity, self._pages = new, capacity, []
 
     def move(self, source: int, target: int, length: int) -> None:
         """Give slot `target` the sequence in slot `source`, of `length` tokens."""

@@ -10,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
 from oddrank.errors import OddrankError
-from oddrank.runtime.layers.kernels import LinearWeight, NarrowWeight, Rows, WeightFormat
+from oddrank.native.elementwise import columns
+from oddrank.runtime.layers.kernels import LinearWeight, NarrowWeight, Rows, WeightFormat, dense_product
 from oddrank.runtime.layers.module import Module, Parameter
 from oddrank.runtime.parallel.group import Group
 from oddrank.runtime.parallel.partial import Partial
@@ -35,9 +36,15 @@ class DenseTable(TableWeight):
         self.weight = Parameter([(f"{name}.weight", rows)], (k,), precision.weights)
         self.dtype = precision.activations
         self.narrow = NarrowWeight(self.weight) if precision.weights != precision.activations else None
+        self._threads = 1
+
+    def prepare(self, threads: int) -> None:
+        self._threads = threads
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, self.weight.data, bias) if self.narrow is None else self.narrow(x, bias)
+        if self.narrow is None:
+            return dense_product(self.weight.data, x, bias, self._threads)
+        return self.narrow(x, bias)
 
     def take(self, rows: Tensor) -> Tensor:
         return F.embedding(rows, self.weight.data).to(self.dtype)
@@ -142,4 +149,4 @@ def _columns(
     if bool((order == np.arange(vocab)).all()):
         return None if len(held) == vocab else lambda logits: logits[:, :vocab]
     index = torch.from_numpy(order).to(group.device)
-    return lambda logits: logits.index_select(-1, index)
+    return lambda logits: columns(logits, index)
