@@ -1,0 +1,59 @@
+"""Attention of prompts: the tokens of a step over what the cache holds of their sequences."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from oddrank.native.calls import call
+from oddrank.native.compiled import Library
+from oddrank.native.operations import FLOAT, INT, address, fields
+from oddrank.native.pages import Pages
+
+
+class PrefillArguments(ctypes.Structure):
+    """prefill_attention.cpp's."""
+
+    _fields_ = fields(
+        "q out gate sinks segments starts queries",
+        "sequences q_heads kv_heads q_row q_stride out_row gate_row gate_stride window",
+        ("pages", Pages),
+        ("scale", FLOAT),
+        ("threads", INT),
+    )
+
+
+def prefill_attention(
+    library: Library,
+    q: Tensor,
+    pages: Pages,
+    segments: Tensor,
+    starts: Tensor,
+    queries: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    gate: Tensor | None = None,
+    sinks: Tensor | None = None,
+    threads: int = 1,
+) -> Tensor:
+    """softmax(q k^T * scale) v, causal, times sigmoid(gate), of all tokens of a step: fp32 [tokens, query heads *
+    head_dim].
+
+    q: fp32 [tokens, query heads, head_dim], gate the same; heads dense. pages: the layer's cache, which holds the
+    tokens themselves already. segments: int64 [sequences, 4], of each its slot, its first row of q, how many rows it
+    has, and how many tokens the cache held before them. A token sees itself and the tokens before it, the `window` last
+    of them all. starts, queries, sinks: as in `decode_attention`. The result does not depend on `threads`, nor on the
+    other sequences.
+    """
+    tokens, heads, dim = q.shape
+    out = torch.empty(tokens, heads * dim)
+    row, head, _ = q.stride()
+    gate_row, gate_head, _ = (0, 0, 0) if gate is None else gate.stride()
+    arguments = PrefillArguments(
+        q.data_ptr(), out.data_ptr(), address(gate), address(sinks), segments.data_ptr(), starts.data_ptr(),
+        queries.data_ptr(), segments.shape[0], heads, starts.shape[0] - 1, row, head, heads * dim, gate_row, gate_head,
+        window or 0, pages, scale, threads,
+    )  # fmt: skip
+    call(library.operation("prefill_attention"), arguments, q, out, gate, sinks, segments, starts, queries, *pages.kept)
+    return out
