@@ -16,6 +16,9 @@ class ShortConvolution(Module):
         self.kernel = kernel
         self._taps: Tensor | None = None
 
+    def prepare(self, threads: int) -> None:
+        _ = self.taps
+
     @property
     def taps(self) -> Tensor:
         """[kernel, channels], dense; made once."""
