@@ -1,4 +1,4 @@
-"""Attention of prompts: the tokens of a step over what the cache holds of their sequences."""
+"""Prompts: attention of the tokens of a step over what the cache holds of their sequences, and short convolutions."""
 
 import ctypes
 
@@ -57,3 +57,28 @@ def prefill_attention(
     )  # fmt: skip
     call(library.operation("prefill_attention"), arguments, q, out, gate, sinks, segments, starts, queries, *pages.kept)
     return out
+
+
+class PrefillConvolutionArguments(ctypes.Structure):
+    """prefill_convolution.cpp's."""
+
+    _fields_ = fields("x taps inputs y segments", "sequences channels kernel x_row inputs_slot", ("threads", INT))
+
+
+def prefill_convolution(
+    library: Library, x: Tensor, taps: Tensor, inputs: Tensor, segments: Tensor, threads: int = 1
+) -> Tensor:
+    """silu(sum over j of taps[j] * x[t - kernel + 1 + j]) of every token t of a step, channel by channel: fp32 [tokens,
+    channels], dense.
+
+    x: fp32 [tokens, channels], rows dense. taps: fp32 [kernel, channels], dense. inputs: fp32 [slots, kernel - 1,
+    channels], each slot dense, a sequence's inputs before the step; those after it are left there. segments: see
+    `prefill_attention`.
+    """
+    y = torch.empty(x.shape)
+    arguments = PrefillConvolutionArguments(
+        x.data_ptr(), taps.data_ptr(), inputs.data_ptr(), y.data_ptr(), segments.data_ptr(), segments.shape[0],
+        x.shape[1], taps.shape[0], x.stride(0), inputs.stride(0), threads,
+    )  # fmt: skip
+    call(library.operation("prefill_convolution"), arguments, x, taps, inputs, y, segments)
+    return y
