@@ -172,10 +172,11 @@ struct Mxfp4 : E2m1 {
 }  // namespace oddrank
 
 #include "kernels.h"
+#include "gemm.h"
 
 #include "avx2_fixed.h"
 
 namespace oddrank {
-const Level avx2_level = {"avx2", arranged_here, arrange_here, multiply_here};
+const Level avx2_level = {"avx2", arranged_here, arrange_here, multiply_here, &gemm};
 }
 #endif

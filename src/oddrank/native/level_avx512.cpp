@@ -134,8 +134,9 @@ struct Mxfp4 : E2m1 {
 }  // namespace oddrank
 
 #include "kernels.h"
+#include "gemm.h"
 
 namespace oddrank {
-const Level avx512_level = {"avx512", arranged, arrange, multiply};
+const Level avx512_level = {"avx512", arranged, arrange, multiply, &gemm};
 }
 #endif

@@ -145,7 +145,8 @@ struct Mxfp4 : E2m1 {
 }  // namespace oddrank
 
 #include "kernels.h"
+#include "gemm.h"
 
 namespace oddrank {
-const Level scalar_level = {"scalar", arranged, arrange, multiply};
+const Level scalar_level = {"scalar", arranged, arrange, multiply, &gemm};
 }

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "gemm_abi.h"
 #include "pool.h"
 #include "scratch.h"
 
@@ -72,6 +73,10 @@ using namespace oddrank;
 extern "C" void oddrank_linear(const LinearArguments *a) {
   if (!a->m || !a->count) return;
   const Level *level = level_in_use();
+  if (a->m >= GEMM_FROM) {
+    gemm_linear(level->gemm, a->parts, a->count, a->x, a->m, a->x_stride, a->bias, a->y, a->y_stride, a->threads);
+    return;
+  }
   std::vector<Part> &parts = parts_memory;
   parts.resize(size_t(a->count));
   int64_t bytes = 0, pieces = 0, rows = 0;

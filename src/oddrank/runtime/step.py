@@ -1,6 +1,7 @@
 """One forward pass over a batch: which tokens, of which sequences, at which positions."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,18 @@ class Step:
     def last(self) -> Tensor:
         """Where each sequence's last token lies in the step, int64 [sequences]."""
         return torch.tensor([s.stop - 1 for s in self.segments], device=self.tokens.device)
+
+    @cached_property
+    def spans(self) -> Tensor:
+        """Every sequence's slot, first token in the step, tokens in the step, tokens before them: int64 [sequences,
+        4]."""
+        rows = [(s.slot, s.start, s.stop - s.start, s.past) for s in self.segments]
+        return torch.tensor(rows, device=self.tokens.device)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Every token's slot, int64 [tokens]."""
+        return torch.repeat_interleave(self.spans[:, 0], self.spans[:, 2])
 
     @classmethod
     def of(cls, sequences: Sequence[tuple[int, Sequence[int], int]], device: torch.device | str) -> "Step":

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from oddrank.native.attention import decode_attention
 from oddrank.native.operations import compiled
+from oddrank.native.prefill import prefill_attention
 from oddrank.native.rotary import cache_heads
 from oddrank.runtime.cache import KVCache
 from oddrank.runtime.layers.module import Module
@@ -128,16 +129,24 @@ class RotaryAttention(Module):
     ) -> Tensor:
         tokens, heads, kv_heads = q.shape[0], self.attention.heads, kv.shape[1] // 2
         library = compiled(q)
-        if library is not None and step.decode and heads.q_heads and cache.dtype.itemsize <= 4:
+        if library is not None and heads.q_heads and cache.dtype.itemsize <= 4:
             pages = cache.pages(self.attention.layer)
             norms = None
             if self.q_norm is not None and self.k_norm is not None:
                 norms = self.q_norm.gain(), self.k_norm.gain(), self.q_norm.eps
-            cache_heads(library, q, kv, pages, (*rotary.table, rotary.places), step.positions, norms=norms)
-            return decode_attention(
-                library, q, pages, step.positions, heads.starts, heads.queries, self.attention.scale,
-                window=self.attention.window, gate=gate, threads=self._threads,
+            slots, threads = (None, 1) if step.decode else (step.slots, self._threads)
+            cache_heads(
+                library, q, kv, pages, (*rotary.table, rotary.places), step.positions,
+                slots=slots, norms=norms, threads=threads,
             )  # fmt: skip
+            readers, scale, window = (heads.starts, heads.queries), self.attention.scale, self.attention.window
+            if step.decode:
+                return decode_attention(
+                    library, q, pages, step.positions, *readers, scale, window=window, gate=gate, threads=self._threads
+                )
+            return prefill_attention(
+                library, q, pages, step.spans, *readers, scale, window=window, gate=gate, threads=self._threads
+            )
         k = kv.narrow(1, 0, kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
             q.copy_(self.q_norm(q))

@@ -60,7 +60,7 @@ class GatedDeltaRule(Module):
                 self.norm.gain(), self.partner, self.norm.eps, UNIT_EPS, self._threads,
             )  # fmt: skip
         tokens, wide = len(qkv), memory.dtype
-        q, k, v = torch.split_with_sizes(self.conv1d(qkv, step, inputs).to(wide), self.sections, -1)
+        q, k, v = torch.split_with_sizes(self.conv1d(qkv, step, inputs, self._threads).to(wide), self.sections, -1)
         q, k = (unit(t.view(tokens, self.k_heads, -1)).index_select(1, self.partner) for t in (q, k))
         v = v.view(tokens, self.v_heads, -1)
         decay = -self.A_log.data.exp() * F.softplus(a.to(wide) + self.dt_bias.data)
