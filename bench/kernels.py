@@ -71,7 +71,7 @@ class Rotation:
         self.count, self.threads = max(2, -(-ROTATED // self.each)), threads
         self.matrices: list[NativeMatrix] = []
         for _ in range(self.count):
-            made = native_matrix(form, {suffix: loaded(part) for suffix, part in one.items()})
+            made = native_matrix(form, {suffix: loaded(part) for suffix, part in one.items()}, exact=False)
             assert made is not None
             self.matrices.append(made)
 
@@ -92,7 +92,7 @@ class Layer:
         self.threads = threads
         banks = [stored(form, *shape, leading=(EXPERTS, 1)) for shape in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))]
         banks = [{suffix: loaded(part) for suffix, part in bank.items()} for bank in banks]
-        made = native_experts((form, banks[0]), (form, banks[1]), F.silu)
+        made = native_experts((form, banks[0]), (form, banks[1]), F.silu, exact=False)
         assert made is not None
         self.experts = made
         self.nbytes = sum(part.nbytes for bank in banks for part in bank.values())
