@@ -1,7 +1,7 @@
 """The compiled CPU kernels beside other libraries' on the same shapes. Prints JSON.
 
-Matrix-vector of 4096 x 4096: ours, torch's (oneDNN bf16, packed fp16, int8 and int4 weights, which is what torchao calls
-on a CPU) and ggml's (from llama-cpp-python, or from the folder named by GGML_LIBRARIES). A layer's experts of the
+Matrix-vector of 4096 x 4096: ours, torch's (oneDNN bf16, packed fp16, int8 and int4 weights, which is what torchao
+calls on a CPU) and ggml's (from llama-cpp-python, or from the folder named by GGML_LIBRARIES). A layer's experts of the
 35B-A3B's geometry: ours and kt-kernel's. All threads, weights rotated over at least 256 MB, bytes counted with their
 scales. Every round times each once; rates are the best round's, gains medians over rounds of ratios within one. What is
 not installed is left out, and named.
