@@ -199,6 +199,7 @@ template <class S, int N>
 void fixed_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int64_t end, float *y, int64_t stride) {
   constexpr int BYTES = FixedX::GROUP / 2;
   const int64_t count = FixedX::groups(a.k), full = a.k / FixedX::GROUP, tile = N == 1 ? count : FIXED_TILE;
+  const int64_t ahead = N == 1 ? AHEAD : 4 * a.row_bytes;  // of a tile: the same columns of later rows
   const int64_t x_scales = count * FixedX::WORDS;
   const uint8_t *x[N];
   for (int b = 0; b < N; b++) x[b] = from[b];
@@ -213,7 +214,7 @@ void fixed_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int6
         for (int b = 0; b < N; b++) sums[b] = t ? all[r][b] : zero();
         int64_t g = t;
         for (; g < whole; g++) {
-          prefetch(values + g * BYTES);
+          fetch(values + g * BYTES + ahead);
           fixed_group<S, N>(values + g * BYTES, codes + g * S::SCALE_BYTES, x, g * FixedX::WORDS, x_scales + g * 4, sums);
         }
         for (; g < stop; g++) {

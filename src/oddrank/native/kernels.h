@@ -83,7 +83,7 @@ float product(const Matrix &a, int64_t row, const float *x) {
       for (int u = 0; u < CHAINS / V; u++) {
         const uint8_t *p = reader.values + (g + u) * F::BYTES;
         const float *at = x + (g + u) * F::GROUP;
-        prefetch(p);
+        fetch(p + AHEAD);
         F::decode(p, seen, [&](int j, Vec w) INLINE { sums[u * V + j] = fma(w, load(at + j * WIDTH), sums[u * V + j]); });
       }
     }
@@ -98,25 +98,35 @@ float product(const Matrix &a, int64_t row, const float *x) {
     const int64_t each = a.block_k ? a.block_k / F::GROUP : count;
     const float *scales = segment_scales(a, row);
     const float unit = a.factor * F::UNIT;
-    Vec all = zero();
-    for (int64_t g = 0, segment = 0; g < count; segment++) {
-      const int64_t end = g + each < count ? g + each : count;
-      const int64_t whole = end < reader.full ? end : reader.full;
+    Vec all[V];
+    for (auto &s : all) s = zero();
+    const uint8_t *p = reader.values;
+    int64_t g = 0, segment = 0;
+    for (; g + each <= reader.full; segment++) {
       Vec part[V];
-      for (auto &p : part) p = zero();
-      const float *at = x + g * F::GROUP;
-      auto take = [&](int j, Vec w) INLINE { part[j] = fma(w, load(at + j * WIDTH), part[j]); };
-      for (; g < whole; g++, at += F::GROUP) {
-        const uint8_t *p = reader.values + g * F::BYTES;
-        prefetch(p);
-        F::decode(p, seen, take);
+      for (auto &s : part) s = zero();
+      const int64_t end = g + each;
+      for (; g + 4 <= end; g += 4) {
+#pragma GCC unroll 4
+        for (int u = 0; u < 4; u++, p += F::BYTES, x += F::GROUP) {
+          if (u * F::BYTES % 64 == 0) fetch(p + AHEAD);
+          F::decode(p, seen, [&](int j, Vec w) INLINE { part[j] = fma(w, load(x + j * WIDTH), part[j]); });
+        }
       }
-      for (; g < end; g++, at += F::GROUP) F::decode(reader.last, seen, take);
-      for (int step = V / 2; step; step /= 2)
-        for (int j = 0; j < step; j++) part[j] = add(part[j], part[j + step]);
-      all = fma(part[0], set1(scales[segment] * unit), all);
+      for (; g < end; g++, p += F::BYTES, x += F::GROUP)
+        F::decode(p, seen, [&](int j, Vec w) INLINE { part[j] = fma(w, load(x + j * WIDTH), part[j]); });
+      const Vec scale = set1(scales[segment] * unit);
+      for (int j = 0; j < V; j++) all[j] = fma(part[j], scale, all[j]);
     }
-    total = sum(all);
+    if (g < count) {  // a segment that is not whole, and is the last
+      const Vec scale = set1(scales[segment] * unit);
+      for (; g < count; g++, x += F::GROUP)
+        F::decode(reader.group(g), seen,
+                  [&](int j, Vec w) INLINE { all[j] = fma(mul(w, scale), load(x + j * WIDTH), all[j]); });
+    }
+    for (int step = V / 2; step; step /= 2)
+      for (int j = 0; j < step; j++) all[j] = add(all[j], all[j + step]);
+    total = sum(all[0]);
   } else {
     constexpr int EACH = V / F::SCALES;
     const Vec none = set1(1.0f);
@@ -133,7 +143,7 @@ float product(const Matrix &a, int64_t row, const float *x) {
     int64_t g = 0;
     for (; g < reader.full; g++) {
       const uint8_t *p = reader.values + g * F::BYTES;
-      prefetch(p);
+      fetch(p + AHEAD);
       one(p, reader.scales + g * F::SCALE_BYTES, x + g * F::GROUP);
     }
     if (g < count) one(reader.last, reader.last_scales, x + g * F::GROUP);
@@ -144,29 +154,50 @@ float product(const Matrix &a, int64_t row, const float *x) {
 
 // Groups [begin, end) of a row, scaled. True where a code for NaN was among them.
 template <class F>
-bool decode_groups(const Matrix &a, const RowReader<F> &reader, int64_t row, int64_t begin, int64_t end, float *out) {
+inline bool decode_groups(const Matrix &a, const RowReader<F> &reader, int64_t row, int64_t begin, int64_t end,
+                          float *out) {
   constexpr int V = F::GROUP / WIDTH;
   typename F::Seen seen;
   const Vec factor = set1(a.factor * F::UNIT);
-  const int64_t each = F::KIND == SEGMENT ? (a.block_k ? a.block_k / F::GROUP : groups<F>(a.k)) : 0;
-  int64_t segment = each ? begin / each : 0, left = each ? (segment + 1) * each - begin : 0;
-  const float *scales = F::KIND == SEGMENT ? segment_scales(a, row) : nullptr;
+  const Vec none = zero();  // subnormal numbers are slow to multiply and fast to multiply and add
   Vec scale[F::SCALES];
-  if constexpr (F::KIND == PLAIN) scale[0] = factor;
-  if constexpr (F::KIND == SEGMENT) scale[0] = mul(set1(scales[segment]), factor);
-  for (int64_t g = begin; g < end; g++) {
-    const uint8_t *p = reader.group(g);
-    prefetch(reader.values + g * F::BYTES);
-    if constexpr (F::KIND == LANES) F::scales(reader.scale(g), factor, scale, seen);
-    if constexpr (F::KIND == SEGMENT) {
-      if (left == 0) {
-        scale[0] = mul(set1(scales[++segment]), factor);
-        left = each;
-      }
-      left--;
+  const auto one = [&](const uint8_t *p) INLINE {
+    F::decode(p, seen, [&](int j, Vec w) INLINE { store(out + j * WIDTH, fma(w, scale[j / (V / F::SCALES)], none)); });
+    out += F::GROUP;
+  };
+  const int64_t ahead = ROWS * a.row_bytes;  // the same columns of the rows after these
+  const uint8_t *p = reader.values + begin * F::BYTES;
+  const int64_t whole = end < reader.full ? end : reader.full;
+  int64_t g = begin;
+  if constexpr (F::KIND == LANES) {
+    for (; g < whole; g++, p += F::BYTES) {
+      fetch(p + ahead);
+      F::scales(reader.scale(g), factor, scale, seen);
+      one(p);
     }
-    float *to = out + (g - begin) * F::GROUP;
-    F::decode(p, seen, [&](int j, Vec w) INLINE { store(to + j * WIDTH, mul(w, scale[j / (V / F::SCALES)])); });
+    if (g < end) {
+      F::scales(reader.last_scales, factor, scale, seen);
+      one(reader.last);
+    }
+  } else {
+    const bool segments = F::KIND == SEGMENT;
+    const int64_t each = segments && a.block_k ? a.block_k / F::GROUP : groups<F>(a.k);
+    const float *scales = segments ? segment_scales(a, row) : nullptr;
+    scale[0] = factor;
+    for (int64_t segment = g / each; g < end; segment++) {
+      if constexpr (F::KIND == SEGMENT) scale[0] = mul(set1(scales[segment]), factor);
+      const int64_t next = (segment + 1) * each, stop = next < whole ? next : whole;
+      for (; g + 2 <= stop; g += 2, p += 2 * F::BYTES) {
+        fetch(p + ahead);
+        one(p);
+        one(p + F::BYTES);
+      }
+      for (; g < stop; g++, p += F::BYTES) one(p);
+      if (g == reader.full && g < end && g < next) {
+        one(reader.last);
+        g++;
+      }
+    }
   }
   return F::bad(seen);
 }

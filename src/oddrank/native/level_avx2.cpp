@@ -23,7 +23,7 @@ inline float sum(Vec v) {
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 constexpr int AHEAD = 2048;  // bytes: about what memory takes to answer
-inline void prefetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p) + AHEAD, _MM_HINT_T0); }
+inline void fetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p), _MM_HINT_T0); }
 
 struct Nothing {};
 
