@@ -11,9 +11,13 @@ SOURCES = Path("src/oddrank/native")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno"]
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 """gcc 12 warns of its own AVX-512 header."""
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 LEVELS = {
-    "level_avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "level_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+    "level_avx2": AVX2,
+    "level_avx512": AVX512,
+    "operations_avx2": AVX2,
+    "operations_avx512": AVX512,
 }
 """Files compiled for CPUs with more features than every CPU has; which is used is decided where it runs."""
 

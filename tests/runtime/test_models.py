@@ -120,21 +120,24 @@ def test_two_reduces_a_layer_one_for_the_embedding_one_gather_for_the_logits(fam
 
 class _Unreduced(Block):
     def __call__(self, h, rotary, step, cache):  # type: ignore[no-untyped-def]
-        h += self.self_attn(self.input_layernorm(h), rotary, step, cache)
+        h += self.self_attn(h.normed(self.input_layernorm), rotary, step, cache)
         return h
 
 
 class _ReducedTwice(Block):
     def __call__(self, h, rotary, step, cache):  # type: ignore[no-untyped-def]
-        term = self.self_attn(self.input_layernorm(h), rotary, step, cache)
-        return h + term.reduce() + term.reduce()
+        term = self.self_attn(h.normed(self.input_layernorm), rotary, step, cache)
+        h += term.reduce()
+        h += term.reduce()
+        return h
 
 
 class _BiasInside(Block):
     def __call__(self, h, rotary, step, cache):  # type: ignore[no-untyped-def]
         o = self.self_attn.o_proj
-        term = self.self_attn(self.input_layernorm(h), rotary, step, cache)
-        return h + (term + o.bias.data).reduce()
+        term = self.self_attn(h.normed(self.input_layernorm), rotary, step, cache)
+        h += (term + o.bias.data).reduce()
+        return h
 
 
 @pytest.mark.parametrize("block", [_Unreduced, _ReducedTwice, _BiasInside])

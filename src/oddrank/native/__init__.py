@@ -5,6 +5,15 @@
 
 from oddrank.native.compiled import Library, library
 from oddrank.native.experts import NativeExperts, native_experts
-from oddrank.native.matrix import NativeMatrix, native_matrix
+from oddrank.native.matrix import NativeMatrix, NativeStack, native_linear, native_matrix
 
-__all__ = ["Library", "NativeExperts", "NativeMatrix", "library", "native_experts", "native_matrix"]
+__all__ = [
+    "Library",
+    "NativeExperts",
+    "NativeMatrix",
+    "NativeStack",
+    "library",
+    "native_experts",
+    "native_linear",
+    "native_matrix",
+]

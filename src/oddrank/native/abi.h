@@ -15,28 +15,32 @@ struct Matrix {
   int64_t block_n, block_k;    // rows and columns that an fp8 scale covers; 0: all
   float factor;                // multiplies every element
   int32_t format;
+  int32_t exact;               // 0: products may round x to something finer than bf16
+  int32_t unused;
 };
 
 enum Format : int32_t { BF16 = 0, F16 = 1, E4M3 = 2, NVFP4 = 3, MXFP4 = 4, FORMATS = 5 };
 
-// Kernels of one set of CPU features. x is "arranged": its numbers in the order in which the level decodes a row, zeros
-// up to a whole group; `arranged` tells how many that makes, a multiple of 16.
+// Kernels of one set of CPU features. x is "arranged" first: made what the kernel of a matrix's format reads, in the
+// order in which it decodes a row. Matrices that are `alike` take the same.
 struct Level {
   const char *name;
-  int64_t (*arranged)(int32_t format, int64_t k);
-  void (*arrange)(int32_t format, const float *x, int64_t k, float *out);
-  // y[b * stride + row] = row . x[b] for rows [begin, end) and b < m; x: [m, arranged(k)]
-  void (*multiply)(const Matrix &a, const float *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride);
+  // Bytes of an arranged x, a multiple of 64.
+  int64_t (*arranged)(const Matrix &a);
+  // x: [m, a.k], rows `stride` numbers apart; out: [m, arranged(a) bytes]
+  void (*arrange)(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t *out);
+  // y[b * stride + row - begin] = row . x[b] for rows [begin, end) and b < m
+  void (*multiply)(const Matrix &a, const uint8_t *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride);
 };
+
+inline constexpr bool alike(const Matrix &a, const Matrix &b) { return a.format == b.format && a.exact == b.exact; }
 
 extern const Level scalar_level;
 #if defined(__x86_64__)
 extern const Level avx2_level, avx512_level;
 #endif
 
-// See oddrank_experts in api.cpp.
-void routed_experts(const Level *level, const Matrix *gate, const Matrix *up, const Matrix *down, int64_t experts,
-                    int64_t up_row, int64_t width, int64_t hidden, const float *x, int64_t tokens,
-                    const int64_t *ids, const float *weights, int64_t k, float *out, int32_t threads);
+// The level that all calls compute with.
+const Level *level_in_use();
 
 }  // namespace oddrank

@@ -19,6 +19,10 @@ class Recorder(Protocol):
         """function: of the library. kept: what the pointers point into."""
         ...
 
+    def refuse(self, what: str) -> None:
+        """Something was done that is no call, so that the calls alone would not do it again."""
+        ...
+
 
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
@@ -29,6 +33,13 @@ def call(function: Any, arguments: ctypes.Structure, *kept: object) -> None:
     recorder = _recorder.get()
     if recorder is not None:
         recorder.add(function, arguments, kept)
+
+
+def not_a_call(what: str) -> None:
+    """Tell the recorder, if there is one, that something happens that it cannot remember."""
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.refuse(what)
 
 
 @contextmanager

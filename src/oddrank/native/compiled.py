@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 _FILE = Path(__file__).with_name("_kernels.so")
-_VERSION = 1
+_VERSION = 2
 """Of the interface; api.cpp has the same."""
 
 CHOICE = "ODDRANK_KERNELS"
@@ -36,21 +36,34 @@ class Matrix(ctypes.Structure):
         ("block_k", ctypes.c_int64),
         ("factor", ctypes.c_float),
         ("format", ctypes.c_int32),
+        ("exact", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
     )
 
 
-_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+class LinearArguments(ctypes.Structure):
+    """linear.cpp's."""
+
+    _fields_ = (
+        ("parts", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("m", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("y_stride", ctypes.c_int64),
+        ("threads", ctypes.c_int32),
+    )
+
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int32
 _FUNCTIONS = {
     "version": (_INT, ()),
     "levels": (_INT, ()),
     "level_name": (ctypes.c_char_p, (_INT,)),
     "level_runs": (_INT, (_INT,)),
     "use": (_INT, (_INT,)),
-    "linear": (None, (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _INT)),
-    "experts": (
-        None,
-        (_POINTER,) * 3 + (_LONG,) * 4 + (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _INT),
-    ),
 }
 
 
@@ -68,7 +81,6 @@ class Library:
             raise OSError(f"{file} is of another version")
         self._found = found
         self._operations: dict[str, Any] = {}
-        self.linear, self.experts = found.oddrank_linear, found.oddrank_experts
         self._use = found.oddrank_use
         self.levels = [found.oddrank_level_name(i).decode() for i in range(found.oddrank_levels())]
         able = [name for i, name in enumerate(self.levels) if found.oddrank_level_runs(i)]
@@ -85,6 +97,12 @@ class Library:
             function = getattr(self._found, f"oddrank_{name}")
             function.restype, function.argtypes = None, (_POINTER,)
             self._operations[name] = function
+        return function
+
+    def function(self, name: str, result: Any, *arguments: Any) -> Any:
+        """The function `oddrank_NAME`, which is no operation, with its types of ctypes."""
+        function = getattr(self._found, f"oddrank_{name}")
+        function.restype, function.argtypes = result, arguments
         return function
 
     def use(self, level: str) -> None:
@@ -110,13 +128,15 @@ class Library:
         row = (2 * k, 2 * k, k, k // 2, k // 2)[form]
         block = (0, 0, 128, 16, 32)[form]
         matrix = Matrix(
-            values.ctypes.data, scales.ctypes.data, n, k, row, -(-k // block) if block else 0, 1, block, 0.01, form
+            values.ctypes.data, scales.ctypes.data, n, k, row, -(-k // block) if block else 0, 1, block, 0.01, form, 1
         )
         self._use(self.levels.index(level))
         found = []
         for rows in (x, x[:1]):
             y = np.empty((len(rows), n), np.float32)
-            self.linear(ctypes.addressof(matrix), rows.ctypes.data, len(rows), k, None, y.ctypes.data, n, 1)
+            at = rows.ctypes.data, len(rows), k
+            arguments = LinearArguments(ctypes.addressof(matrix), 1, *at, None, y.ctypes.data, n, 1)
+            self.operation("linear")(ctypes.addressof(arguments))
             found.append(y)
         return np.concatenate(found)
 

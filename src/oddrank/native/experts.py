@@ -7,11 +7,33 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
+from oddrank.native.calls import call
 from oddrank.native.compiled import Library, Matrix
 from oddrank.native.matrix import Decodes, NativeMatrix, native_matrix
 
 Stored = Mapping[str, Tensor]
 Activation = Callable[[Tensor], Tensor]
+
+
+class ExpertsArguments(ctypes.Structure):
+    """routed.cpp's."""
+
+    _fields_ = (
+        ("gate", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("experts", ctypes.c_int64),
+        ("up_row", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("ids", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("k", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("threads", ctypes.c_int32),
+    )
 
 
 class NativeExperts:
@@ -22,7 +44,7 @@ class NativeExperts:
         stacked: bool,
     ) -> None:  # fmt: skip
         """stacked: gate and up are the same matrices, of gate's rows over up's."""
-        self.library, self._kept = library, (gate, up, down)
+        self._operation, self._kept = library.operation("experts"), (gate, up, down)
         self._gate, self._up, self._down = (
             (Matrix * len(matrices))(*(m.matrix for m in matrices)) for matrices in (gate, up, down)
         )
@@ -34,11 +56,12 @@ class NativeExperts:
         weighted sum in the order of the experts. It does not depend on `threads`."""
         x, weights, ids = x.float().contiguous(), weights.float().contiguous(), ids.long().contiguous()
         out = torch.empty(len(x), self.hidden)
-        self.library.experts(
+        arguments = ExpertsArguments(
             ctypes.addressof(self._gate), ctypes.addressof(self._up), ctypes.addressof(self._down),
             self.count, self._up_row, self.width, self.hidden,
             x.data_ptr(), len(x), ids.data_ptr(), weights.data_ptr(), ids.shape[-1], out.data_ptr(), threads,
         )  # fmt: skip
+        call(self._operation, arguments, x, weights, ids, out, self)
         return out
 
 

@@ -211,13 +211,13 @@ void block_product(const Matrix &a, int64_t row, int rows, const float *x, int64
     if (m - b == 1) tile_product<1>(w, x + b * width + t, width, columns, sums + b);
   }
   for (int64_t b = 0; b < m; b++)
-    for (int r = 0; r < rows; r++) y[b * stride + row + r] = bad[r] ? NAN : sum(sums[b][r]);
+    for (int r = 0; r < rows; r++) y[b * stride + r] = bad[r] ? NAN : sum(sums[b][r]);
 }
 
 template <class F>
 void multiply_as(const Matrix &a, const float *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride) {
   if (m == 1) {
-    for (int64_t row = begin; row < end; row++) y[row] = product<F>(a, row, x);
+    for (int64_t row = begin; row < end; row++) y[row - begin] = product<F>(a, row, x);
     return;
   }
   const int64_t width = groups<F>(a.k) * F::GROUP;
@@ -225,7 +225,7 @@ void multiply_as(const Matrix &a, const float *x, int64_t m, int64_t begin, int6
     const int64_t some = m - b < BATCH ? m - b : BATCH;
     for (int64_t row = begin; row < end; row += ROWS) {
       const int rows = end - row < ROWS ? int(end - row) : ROWS;
-      block_product<F>(a, row, rows, x + b * width, some, y + b * stride, stride);
+      block_product<F>(a, row, rows, x + b * width, some, y + b * stride + row - begin, stride);
     }
   }
 }
@@ -260,18 +260,23 @@ void with_format(int32_t format, Call f) {
   }
 }
 
-int64_t arranged(int32_t format, int64_t k) {
+int64_t arranged(const Matrix &a) {
   int64_t found = 0;
-  with_format(format, [&](auto f) { found = groups<decltype(f)>(k) * decltype(f)::GROUP; });
+  with_format(a.format, [&](auto f) { found = groups<decltype(f)>(a.k) * decltype(f)::GROUP * 4; });
   return found;
 }
 
-void arrange(int32_t format, const float *x, int64_t k, float *out) {
-  with_format(format, [&](auto f) { arrange_as<decltype(f)>(x, k, out); });
+void arrange(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t *out) {
+  with_format(a.format, [&](auto f) {
+    const int64_t bytes = arranged(a);
+    for (int64_t b = 0; b < m; b++)
+      arrange_as<decltype(f)>(x + b * stride, a.k, reinterpret_cast<float *>(out + b * bytes));
+  });
 }
 
-void multiply(const Matrix &a, const float *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride) {
-  with_format(a.format, [&](auto f) { multiply_as<decltype(f)>(a, x, m, begin, end, y, stride); });
+void multiply(const Matrix &a, const uint8_t *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride) {
+  const float *numbers = reinterpret_cast<const float *>(x);
+  with_format(a.format, [&](auto f) { multiply_as<decltype(f)>(a, numbers, m, begin, end, y, stride); });
 }
 
 }  // namespace

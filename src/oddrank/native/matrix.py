@@ -2,14 +2,15 @@
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from oddrank.formats import Format
-from oddrank.native.compiled import FORMATS, Library, Matrix, library
+from oddrank.native.calls import call
+from oddrank.native.compiled import FORMATS, Library, LinearArguments, Matrix, library
 
 _THREADED_BYTES, _THREADED_ROWS = 1 << 18, 64
 """Matrices of fewer bytes are multiplied on one thread, unless there are this many rows of x: waking another takes the
@@ -34,21 +35,51 @@ class NativeMatrix:
     def __init__(self, found: Library, matrix: Matrix, tensors: list[Tensor]) -> None:
         self.library, self.matrix, self.n, self.k = found, matrix, int(matrix.n), int(matrix.k)
         self.nbytes = self.n * int(matrix.row_bytes)
-        self._kept, self._address = tensors, ctypes.addressof(matrix)
+        self._kept = tensors
+        self._alone: NativeStack | None = None
+
+    @property
+    def alone(self) -> "NativeStack":
+        """The stack of this matrix only."""
+        if self._alone is None:
+            self._alone = NativeStack([self])
+        return self._alone
+
+    def threads(self, x: Tensor, available: int) -> int:
+        """See NativeStack."""
+        return self.alone.threads(x, available)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, threads: int = 1) -> Tensor:
+        """x [..., k] times the transposed matrix, plus bias [n], gives [..., n] in x's type (none of 64 bits). See
+        NativeStack."""
+        return self.alone(x, bias, threads)
+
+
+class NativeStack:
+    """Matrices [n_i, k] of the same input, of any formats, one above the other: one call for all of them."""
+
+    def __init__(self, matrices: Sequence[NativeMatrix]) -> None:
+        self.matrices, first = list(matrices), matrices[0]
+        self.n, self.k = sum(m.n for m in matrices), first.k
+        self.nbytes = sum(m.nbytes for m in matrices)
+        self._parts = (Matrix * len(matrices))(*(m.matrix for m in matrices))
+        self._address = ctypes.addressof(self._parts)
+        self._operation = first.library.operation("linear")
 
     def threads(self, x: Tensor, available: int) -> int:
         """How many of the available threads a product with x is worth."""
         rows = x.numel() // max(1, self.k)
         return available if self.nbytes >= _THREADED_BYTES or rows >= _THREADED_ROWS else 1
 
-    def linear(self, x: Tensor, bias: Tensor | None = None, threads: int = 1) -> Tensor:
-        """x [..., k] times the transposed matrix, plus bias [n], gives [..., n] in x's type (none of 64 bits). Sums are
+    def __call__(self, x: Tensor, bias: Tensor | None = None, threads: int = 1) -> Tensor:
+        """x [..., k] times the transposed stack, plus bias [n], gives [..., n] in x's type (none of 64 bits). Sums are
         in fp32; they do not depend on `threads`, nor on how many rows x has beyond one."""
         rows = x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
         out = torch.empty(*x.shape[:-1], self.n)
         added = None if bias is None else bias.float().contiguous()
-        self.library.linear(
+        arguments = LinearArguments(
             self._address,
+            len(self.matrices),
             rows.data_ptr(),
             rows.numel() // self.k,
             self.k,
@@ -57,7 +88,16 @@ class NativeMatrix:
             self.n,
             threads,
         )
+        call(self._operation, arguments, rows, added, out, self)
         return out if x.dtype is torch.float32 else out.to(x.dtype)
+
+
+def native_linear(
+    matrices: Sequence[NativeMatrix], x: Tensor, bias: Tensor | None = None, threads: int = 1
+) -> Tensor:
+    """The product of x [..., k] with matrices [n_i, k] one above the other, plus bias: [..., sum of n_i]. Whoever
+    multiplies by the same matrices again keeps a NativeStack."""
+    return NativeStack(matrices)(x, bias, threads)
 
 
 def native_matrix(decoder: Decodes, stored: Mapping[str, Tensor]) -> NativeMatrix | None:

@@ -12,6 +12,21 @@
 namespace oddrank {
 namespace {
 
+// out: [tokens, hidden] = the sum over each token's k experts, all different, of weights times
+// down(silu(gate x) * up x). gate, up, down: one an expert, [width, hidden], [width, hidden], [hidden, width]; where gate
+// and up are one matrix up_row is the first of up's rows, else 0. x: [tokens, hidden]; ids and weights: [tokens, k].
+struct ExpertsArguments {
+  const Matrix *gate, *up, *down;
+  int64_t experts, up_row, width, hidden;
+  const float *x;
+  int64_t tokens;
+  const int64_t *ids;
+  const float *weights;
+  int64_t k;
+  float *out;
+  int32_t threads;
+};
+
 constexpr int64_t PIECE = 64 << 10;  // bytes of weights in a piece of work
 
 // The tokens that chose an expert are pairs [begin, end).
@@ -33,9 +48,10 @@ struct Layer {
   std::vector<int64_t> tokens;  // of each pair
   std::vector<float> weights;
   std::vector<Piece> pieces;
-  const float *x;  // arranged, [tokens, x_width]
-  float *gates, *ups, *inner, *terms;
-  int64_t x_width, inner_width;
+  const uint8_t *x;  // arranged, [tokens, x_bytes]
+  uint8_t *inner;    // arranged, [pairs, inner_bytes]
+  float *gates, *ups, *terms;
+  int64_t x_bytes, inner_bytes;
 
   void cut(int64_t rows, int64_t row_bytes) {
     pieces.clear();
@@ -55,16 +71,16 @@ void gate_up(void *context, int64_t i) {
   const Piece &p = l.pieces[size_t(i)];
   const Routed &r = l.routed[size_t(p.routed)];
   const int64_t m = r.end - r.begin;
-  const float *x = l.x + l.tokens[size_t(r.begin)] * l.x_width;
+  const uint8_t *x = l.x + l.tokens[size_t(r.begin)] * l.x_bytes;
   if (m > 1) {
-    float *gathered = own_x.floats(m * l.x_width);
+    uint8_t *gathered = reinterpret_cast<uint8_t *>(own_x.floats(m * l.x_bytes / 4));
     for (int64_t b = 0; b < m; b++)
-      std::memcpy(gathered + b * l.x_width, l.x + l.tokens[size_t(r.begin + b)] * l.x_width, size_t(l.x_width) * 4);
+      std::memcpy(gathered + b * l.x_bytes, l.x + l.tokens[size_t(r.begin + b)] * l.x_bytes, size_t(l.x_bytes));
     x = gathered;
   }
   float *gates = l.gates + r.begin * l.width, *ups = l.ups + r.begin * l.width;
-  l.level->multiply(l.gate[r.expert], x, m, p.begin, p.end, gates, l.width);
-  l.level->multiply(l.up[r.expert], x, m, p.begin + l.up_row, p.end + l.up_row, ups - l.up_row, l.width);
+  l.level->multiply(l.gate[r.expert], x, m, p.begin, p.end, gates + p.begin, l.width);
+  l.level->multiply(l.up[r.expert], x, m, p.begin + l.up_row, p.end + l.up_row, ups + p.begin, l.width);
   for (int64_t b = 0; b < m; b++)
     for (int64_t row = p.begin; row < p.end; row++) {
       float &g = gates[b * l.width + row];
@@ -74,7 +90,7 @@ void gate_up(void *context, int64_t i) {
 
 void arrange_inner(void *context, int64_t pair) {
   const Layer &l = *static_cast<Layer *>(context);
-  l.level->arrange(l.down[0].format, l.gates + pair * l.width, l.width, l.inner + pair * l.inner_width);
+  l.level->arrange(l.down[0], l.gates + pair * l.width, 1, l.width, l.inner + pair * l.inner_bytes);
 }
 
 void down(void *context, int64_t i) {
@@ -83,7 +99,7 @@ void down(void *context, int64_t i) {
   const Routed &r = l.routed[size_t(p.routed)];
   const int64_t m = r.end - r.begin;
   float *terms = l.terms + r.begin * l.hidden;
-  l.level->multiply(l.down[r.expert], l.inner + r.begin * l.inner_width, m, p.begin, p.end, terms, l.hidden);
+  l.level->multiply(l.down[r.expert], l.inner + r.begin * l.inner_bytes, m, p.begin, p.end, terms + p.begin, l.hidden);
   for (int64_t b = 0; b < m; b++)
     for (int64_t row = p.begin; row < p.end; row++) terms[b * l.hidden + row] *= l.weights[size_t(r.begin + b)];
 }
@@ -91,49 +107,51 @@ void down(void *context, int64_t i) {
 thread_local Scratch x_memory, memory;
 
 }  // namespace
+}  // namespace oddrank
 
-void routed_experts(const Level *level, const Matrix *gate, const Matrix *up, const Matrix *down_, int64_t experts,
-                    int64_t up_row, int64_t width, int64_t hidden, const float *x, int64_t tokens,
-                    const int64_t *ids, const float *weights, int64_t k, float *out, int32_t threads) {
-  std::memset(out, 0, size_t(tokens * hidden) * 4);
-  if (!tokens || !k) return;
-  const int64_t pairs = tokens * k;
-  Layer l = {level, gate, up, down_, up_row, width, hidden, {}, {}, {}, {}, nullptr,
-             nullptr, nullptr, nullptr, nullptr, 0, 0};
-  std::vector<int64_t> at(size_t(experts) + 1, 0);  // a sort by counting
-  for (int64_t i = 0; i < pairs; i++) at[size_t(ids[i]) + 1]++;
-  for (int64_t e = 0; e < experts; e++) {
+using namespace oddrank;
+
+extern "C" void oddrank_experts(const ExpertsArguments *arguments) {
+  const ExpertsArguments &a = *arguments;
+  std::memset(a.out, 0, size_t(a.tokens * a.hidden) * 4);
+  if (!a.tokens || !a.k) return;
+  const Level *level = level_in_use();
+  const int64_t pairs = a.tokens * a.k;
+  Layer l = {level, a.gate, a.up, a.down, a.up_row, a.width, a.hidden, {}, {}, {}, {}, nullptr, nullptr,
+             nullptr, nullptr, nullptr, 0, 0};
+  std::vector<int64_t> at(size_t(a.experts) + 1, 0);  // a sort by counting
+  for (int64_t i = 0; i < pairs; i++) at[size_t(a.ids[i]) + 1]++;
+  for (int64_t e = 0; e < a.experts; e++) {
     if (at[size_t(e) + 1]) l.routed.push_back({e, at[size_t(e)], at[size_t(e)] + at[size_t(e) + 1]});
     at[size_t(e) + 1] += at[size_t(e)];
   }
   l.tokens.resize(size_t(pairs));
   l.weights.resize(size_t(pairs));
   for (int64_t i = 0; i < pairs; i++) {
-    const int64_t pair = at[size_t(ids[i])]++;
-    l.tokens[size_t(pair)] = i / k;
-    l.weights[size_t(pair)] = weights[i];
+    const int64_t pair = at[size_t(a.ids[i])]++;
+    l.tokens[size_t(pair)] = i / a.k;
+    l.weights[size_t(pair)] = a.weights[i];
   }
 
-  l.x_width = level->arranged(gate->format, hidden);
-  l.inner_width = level->arranged(down_->format, width);
-  float *arranged = x_memory.floats(tokens * l.x_width);
-  for (int64_t t = 0; t < tokens; t++) level->arrange(gate->format, x + t * hidden, hidden, arranged + t * l.x_width);
+  l.x_bytes = level->arranged(a.gate[0]);
+  l.inner_bytes = level->arranged(a.down[0]);
+  uint8_t *arranged = reinterpret_cast<uint8_t *>(x_memory.floats(a.tokens * l.x_bytes / 4));
+  level->arrange(a.gate[0], a.x, a.tokens, a.hidden, arranged);
   l.x = arranged;
-  l.inner = memory.floats(pairs * (l.inner_width + 2 * width + hidden));  // first: it must be aligned
-  l.gates = l.inner + pairs * l.inner_width;
-  l.ups = l.gates + pairs * width;
-  l.terms = l.ups + pairs * width;
+  float *own = memory.floats(pairs * (l.inner_bytes / 4 + 2 * a.width + a.hidden));
+  l.inner = reinterpret_cast<uint8_t *>(own);  // first: it must be aligned
+  l.gates = own + pairs * l.inner_bytes / 4;
+  l.ups = l.gates + pairs * a.width;
+  l.terms = l.ups + pairs * a.width;
 
-  l.cut(width, 2 * gate->row_bytes);
-  share(threads, int64_t(l.pieces.size()), gate_up, &l);
-  share(pairs > 64 ? threads : 1, pairs, arrange_inner, &l);
-  l.cut(hidden, down_->row_bytes);
-  share(threads, int64_t(l.pieces.size()), down, &l);
+  l.cut(a.width, 2 * a.gate[0].row_bytes);
+  share(a.threads, int64_t(l.pieces.size()), gate_up, &l);
+  share(pairs > 64 ? a.threads : 1, pairs, arrange_inner, &l);
+  l.cut(a.hidden, a.down[0].row_bytes);
+  share(a.threads, int64_t(l.pieces.size()), down, &l);
   for (int64_t pair = 0; pair < pairs; pair++) {
-    float *to = out + l.tokens[size_t(pair)] * hidden;
-    const float *from = l.terms + pair * hidden;
-    for (int64_t i = 0; i < hidden; i++) to[i] += from[i];
+    float *to = a.out + l.tokens[size_t(pair)] * a.hidden;
+    const float *from = l.terms + pair * a.hidden;
+    for (int64_t i = 0; i < a.hidden; i++) to[i] += from[i];
   }
 }
-
-}  // namespace oddrank

@@ -1,10 +1,12 @@
 """What a model keeps of the tokens seen so far: keys and values, and the states of layers that keep none."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from oddrank.native.pages import Pages
 from oddrank.runtime.step import Step
 
 BLOCK = 256
@@ -79,6 +81,7 @@ class KVCache:
         self.half = dtype.itemsize == 2
         self.capacity = 0
         self._buffer = torch.empty(layers, slots, 2 * kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self._pages: list[Pages] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,6 +101,12 @@ class KVCache:
         """[slots, 2 * kv_heads, capacity, head_dim]."""
         return self._buffer[index]
 
+    def pages(self, index: int) -> Pages:
+        """Where a layer's keys and values lie, for compiled operations: until the cache grows."""
+        if not self._pages:
+            self._pages = [Pages.of(layer) for layer in self._buffer.unbind(0)]
+        return self._pages[index]
+
     def reserve(self, length: int) -> None:
         """Make room for sequences of `length` tokens."""
         if length <= self.capacity:
@@ -106,13 +115,30 @@ class KVCache:
         # Zeros: a shorter sequence of the batch masks what lies past its end, and masks do not hide NaN.
         new = self._buffer.new_zeros(self.layers, self.slots, 2 * self.kv_heads, capacity, self.head_dim)
         new[..., : self.capacity, :] = self._buffer
-        self._buffer, self.capacity = new, capacity
+        self._buffer, self.capacity, self._pages = new, capacity, []
 
     def move(self, source: int, target: int, length: int) -> None:
         """Give slot `target` the sequence in slot `source`, of `length` tokens."""
         self._buffer[:, target, :, :length] = self._buffer[:, source, :, :length]
         if self.states is not None:
             self.states.move(source, target)
+
+    def written(self, past: Sequence[int]) -> list[Tensor]:
+        """A copy of what a decode step writes: of the sequences in slots 0, 1, ... the keys and values at `past`, their
+        lengths before the step, and the states."""
+        found = [torch.stack([self._buffer[:, slot, :, at] for slot, at in enumerate(past)])]
+        if self.states is not None:
+            n = len(past)
+            found += [self.states.inputs[:, :n].clone(), self.states.memory[:, :n].clone()]
+        return found
+
+    def write(self, past: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Put back what `written` copied."""
+        for slot, at in enumerate(past):
+            self._buffer[:, slot, :, at] = values[0][slot]
+        if self.states is not None:
+            n = len(past)
+            self.states.inputs[:, :n], self.states.memory[:, :n] = values[1], values[2]
 
     def views(self, step: Step, window: int | None) -> list[LayerView]:
         """Every layer's view for a decode step of one sequence: made for all layers at once, and once a step."""

@@ -1,5 +1,6 @@
 """Prompts in, tokens out: prefill, batched decode, sampling. The same code on every rank."""
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from oddrank.errors import OddrankError
 from oddrank.runtime.cache import KVCache
 from oddrank.runtime.loader import prepare
 from oddrank.runtime.models.llama import Llama
+from oddrank.runtime.recorded import DecodeSteps
 from oddrank.runtime.request import Completion, Sampling, Timings
 from oddrank.runtime.sampling import Sampler
 from oddrank.runtime.step import Step
@@ -18,6 +20,9 @@ from oddrank.runtime.threads import torch_threads
 
 _THREADED_CACHE = 1 << 20
 """Elements of a layer's keys from which attention is worth more than one thread."""
+
+RECORD = "ODDRANK_RECORD"
+"""Environment variable: "0" for no recorded decode steps."""
 
 OnToken = Callable[[int, int], object]
 """Called with (index of the prompt, token) as soon as a token is chosen."""
@@ -36,15 +41,20 @@ class Engine:
     """Runs one rank of a model. Ranks of a group call `generate` with the same arguments at the same time.
 
     eos: tokens that end a sequence. slots: sequences decoded together at most. chunk: prompt tokens that one
-    prefill step takes at most.
+    prefill step takes at most. record: whether decode steps are recorded and replayed where they can be (recorded.py);
+    ODDRANK_RECORD=0 in the environment says no for all.
     """
 
-    def __init__(self, model: Llama, eos: Sequence[int] = (), *, slots: int = 16, chunk: int = 1024) -> None:
+    def __init__(
+        self, model: Llama, eos: Sequence[int] = (), *, slots: int = 16, chunk: int = 1024, record: bool = True
+    ) -> None:
         for name, value in (("slots", slots), ("chunk", chunk)):
             if value < 1:
                 raise OddrankError(f"{name} is {value} and must be at least 1.")
         self.model, self.eos, self.slots, self.chunk = model, frozenset(eos), slots, chunk
         self.prepare_seconds = prepare(model)
+        self.steps = DecodeSteps(model, record and os.environ.get(RECORD, "1") != "0")
+        self._cache: KVCache | None = None
         self.timings = Timings(prepare_seconds=self.prepare_seconds)
 
     @torch.inference_mode()
@@ -58,7 +68,7 @@ class Engine:
         """
         waiting = deque(self._sequences(prompts, sampling))
         done: list[_Sequence] = list(waiting)
-        cache = self.model.new_cache(min(self.slots, len(waiting)))
+        cache = self._cache_of(min(self.slots, len(waiting)))
         active: list[_Sequence] = []
         prefill = decode = 0.0
         steps = decoded = 0
@@ -86,6 +96,17 @@ class Engine:
             prepare_seconds=self.prepare_seconds,
         )
         return [Completion(s.out, s.finish, len(s.prompt)) for s in done]
+
+    def _cache_of(self, slots: int) -> KVCache:
+        """The last call's cache where it has as many slots, so that what was recorded over it still holds."""
+        cache = self._cache
+        if cache is None or cache.slots != slots:
+            self.steps.forget()
+            cache = self._cache = None  # before another is made
+            cache = self.model.new_cache(slots)
+        if self.steps.recording:
+            self._cache = cache
+        return cache
 
     def _sequences(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[_Sequence]:
         sampling.check()
@@ -138,13 +159,12 @@ class Engine:
 
     def _decode(self, active: list[_Sequence], cache: KVCache, on_token: OnToken | None) -> None:
         """One more token for every active sequence."""
-        step = Step.of([(i, s.out[-1:], s.cached) for i, s in enumerate(active)], self.model.group.device)
+        tokens, past = [s.out[-1] for s in active], [s.cached for s in active]
         for sequence in active:
             sequence.cached += 1
         cached = sum(sequence.cached for sequence in active) * cache.kv_heads * cache.head_dim
         with torch_threads(1 if cached < _THREADED_CACHE else torch.get_num_threads()):
-            logits = self.model.logits(self.model(step, cache))
-            self._choose(logits, active, on_token)
+            self._choose(self.steps(tokens, past, cache), active, on_token)
 
     def _choose(self, logits: Tensor, sequences: Sequence[_Sequence], on_token: OnToken | None) -> None:
         for row, sequence in zip(logits, sequences, strict=True):

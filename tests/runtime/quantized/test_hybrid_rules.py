@@ -25,21 +25,24 @@ from oddrank.runtime.parallel import Partial
 
 class _NotReduced(Block):
     def __call__(self, h, rotary, step, cache):  # type: ignore[no-untyped-def]
-        h += self.self_attn(self.input_layernorm(h), rotary, step, cache).reduce()
-        h += self.mlp(self.post_attention_layernorm(h))
+        h += self.self_attn(h.normed(self.input_layernorm), rotary, step, cache).reduce()
+        h += self.mlp(h.normed(self.post_attention_layernorm))
         return h
 
 
 class _ReducedTwice(Block):
     def __call__(self, h, rotary, step, cache):  # type: ignore[no-untyped-def]
-        term = self.mlp(self.post_attention_layernorm(h))
-        return h + term.reduce() + term.reduce()
+        term = self.mlp(h.normed(self.post_attention_layernorm))
+        h += term.reduce()
+        h += term.reduce()
+        return h
 
 
 class _BiasInside(Block):
     def __call__(self, h, rotary, step, cache):  # type: ignore[no-untyped-def]
-        term = self.self_attn(self.input_layernorm(h), rotary, step, cache)
-        return h + (term + torch.ones(h.shape[-1], dtype=h.dtype)).reduce()
+        term = self.self_attn(h.normed(self.input_layernorm), rotary, step, cache)
+        h += (term + torch.ones(term.shape[-1], dtype=term.dtype)).reduce()
+        return h
 
 
 class _ExpertsReducedInside(SparseMoE):
@@ -129,10 +132,11 @@ def test_what_these_models_depend_on() -> None:
         attention.o_proj.bias_owner = True
 
     def other_keys(net: GatedDeltaNet) -> None:
-        net.partner = net.partner.flip(0)
+        net.rule.partner = net.rule.partner.flip(0)
 
     def gates_swapped(attention: GatedAttention) -> None:
-        attention.q_norm, attention.k_norm = attention.k_norm, attention.q_norm
+        inner = attention.attention
+        inner.q_norm, inner.k_norm = inner.k_norm, inner.q_norm
 
     def not_renormalised(moe: SparseMoE) -> None:
         route = moe.router

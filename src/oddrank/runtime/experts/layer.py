@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from oddrank.errors import OddrankError
+from oddrank.native.elementwise import zeros
 from oddrank.runtime.experts.backend import Backend, Layer
 from oddrank.runtime.experts.backends import BACKENDS, require
 from oddrank.runtime.experts.bank import BankLayout, ExpertSlice, LayerBanks
@@ -134,7 +135,7 @@ class Experts(Module):
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         if not self.width or not len(x):
-            return torch.zeros_like(x)
+            return zeros(x.shape, x.dtype, x.device)
         whole = self.backend.whole(x, weights, ids)
         if whole is not None:
             return whole.to(x.dtype)

@@ -6,7 +6,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
+from oddrank.native.attention import decode_attention
+from oddrank.native.operations import compiled
+from oddrank.native.rotary import cache_heads
 from oddrank.runtime.cache import KVCache
+from oddrank.runtime.layers.module import Module
+from oddrank.runtime.layers.norm import RMSNorm
+from oddrank.runtime.layers.rotary import Rotary
 from oddrank.runtime.step import Step
 
 
@@ -26,6 +32,10 @@ class HeadMap:
         self.group = int(counts.max()) if q_heads else 0
         self.shape = (kv_heads, self.group, -1)
         order = np.argsort(partner, kind="stable")
+        self.queries = torch.from_numpy(order.astype(np.int64)).to(device)
+        """The query slots of KV slot 0, of 1, ...: int64 [query slots]."""
+        self.starts = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)).to(device)
+        """Where each KV slot's begin in `queries`, and the end: int64 [KV slots + 1]."""
         place = np.empty(q_heads, dtype=np.int64)  # where in the groups each query slot lies
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]]) if kv_heads else counts
         place[order] = partner[order] * self.group + np.arange(q_heads) - starts[partner[order]]
@@ -97,3 +107,44 @@ class Attention:
             )
             out[s.start : s.stop] = seen[0].transpose(0, 1)
         return out
+
+
+class RotaryAttention(Module):
+    """Attention whose queries and keys are rotated, after a norm of every head where the model has one.
+
+    q [tokens, query slots, head_dim], kv [tokens, 2 * KV slots, head_dim], keys first, gate as q -> [tokens, query
+    slots * head_dim], times sigmoid(gate) where there is one. q and kv are parts of one product, which is written to.
+    """
+
+    def __init__(self, attention: Attention, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None) -> None:
+        self.attention, self.q_norm, self.k_norm = attention, q_norm, k_norm
+        self._threads = 1
+
+    def prepare(self, threads: int) -> None:
+        self._threads = threads
+
+    def __call__(
+        self, q: Tensor, kv: Tensor, rotary: Rotary, step: Step, cache: KVCache, gate: Tensor | None = None
+    ) -> Tensor:
+        tokens, heads, kv_heads = q.shape[0], self.attention.heads, kv.shape[1] // 2
+        library = compiled(q)
+        if library is not None and step.decode and heads.q_heads and cache.dtype.itemsize <= 4:
+            pages = cache.pages(self.attention.layer)
+            norms = None
+            if self.q_norm is not None and self.k_norm is not None:
+                norms = self.q_norm.gain(), self.k_norm.gain(), self.q_norm.eps
+            cache_heads(library, q, kv, pages, (*rotary.table, rotary.places), step.positions, norms=norms)
+            return decode_attention(
+                library, q, pages, step.positions, heads.starts, heads.queries, self.attention.scale,
+                window=self.attention.window, gate=gate, threads=self._threads,
+            )  # fmt: skip
+        k = kv.narrow(1, 0, kv_heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q.copy_(self.q_norm(q))
+            k.copy_(self.k_norm(k))
+        rotary.apply_(q)
+        rotary.apply_(k)
+        out = self.attention(q, kv, step, cache)
+        if gate is not None:
+            out = out * torch.sigmoid(gate)
+        return out.reshape(tokens, -1)

@@ -14,6 +14,14 @@ class ShortConvolution(Module):
     def __init__(self, name: str, channels: int, kernel: int, dtype: torch.dtype) -> None:
         self.weight = Parameter([(f"{name}.weight", channels)], (1, kernel), dtype)
         self.kernel = kernel
+        self._taps: Tensor | None = None
+
+    @property
+    def taps(self) -> Tensor:
+        """[kernel, channels], dense; made once."""
+        if self._taps is None:
+            self._taps = self.weight.data.squeeze(1).t().contiguous()
+        return self._taps
 
     def __call__(self, x: Tensor, step: Step, state: Tensor) -> Tensor:
         """x [tokens, channels]; state [slots, kernel - 1, channels], each slot's last inputs, updated in place."""

@@ -12,12 +12,13 @@ from torch import Tensor
 CHUNK = 64
 """Tokens of a prompt that are taken together."""
 
-_EPS = 1e-6
+UNIT_EPS = 1e-6
+"""Added to the square of a vector's length before it is made one."""
 
 
 def unit(x: Tensor) -> Tensor:
     """x / |x| over the last dimension; a zero stays one."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
 def one_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:

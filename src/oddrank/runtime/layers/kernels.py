@@ -14,6 +14,8 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
 from oddrank.native import NativeMatrix, native_matrix
+from oddrank.native.dense32 import ROWS, linear_f32
+from oddrank.native.operations import compiled
 from oddrank.runtime.formats import decoder
 from oddrank.runtime.layers.module import Module, Parameter
 from oddrank.runtime.precision import Precision
@@ -49,6 +51,11 @@ class LinearWeight(Module):
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         raise NotImplementedError
 
+    @property
+    def native(self) -> NativeMatrix | None:
+        """The matrix as the compiled kernels multiply by it, where they do; known once prepared."""
+        return None
+
 
 class WeightFormat(Protocol):
     """How matrices are stored."""
@@ -77,9 +84,21 @@ class DenseWeight(LinearWeight):
 
     def __init__(self, weight: Parameter) -> None:
         self.weight = weight
+        self._available = 1
+
+    def prepare(self, threads: int) -> None:
+        self._available = threads
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, self.weight.data, bias)
+        return dense_product(self.weight.data, x, bias, self._available)
+
+
+def dense_product(weight: Tensor, x: Tensor, bias: Tensor | None, threads: int) -> Tensor:
+    """x times a matrix of its own type: few rows of fp32 by the compiled product."""
+    library = compiled(x)
+    if library is None or x.dim() != 2 or len(x) > ROWS or x.stride(1) != 1 or not weight.is_contiguous():
+        return F.linear(x, weight, bias)
+    return linear_f32(library, weight, x, bias, threads)
 
 
 class NarrowWeight(LinearWeight):
@@ -94,6 +113,10 @@ class NarrowWeight(LinearWeight):
         self.weight = weight
         self._threads = self._available = 1
         self._native: NativeMatrix | None = None
+
+    @property
+    def native(self) -> NativeMatrix | None:
+        return self._native
 
     @property
     def rounds(self) -> bool:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from oddrank.errors import OddrankError
+from oddrank.native.norm import rms_norm
+from oddrank.native.operations import compiled
 from oddrank.runtime.layers.module import Module, Parameter
 from oddrank.runtime.parallel.group import Group
 
@@ -27,15 +29,34 @@ class RMSNorm(Module):
         self._eps = torch.tensor(eps, dtype=wide, device=device)
         self._zero = torch.zeros(1, dtype=wide, device=device)
         self._on_host = torch.device(device).type == "cpu"
+        self._threads = 1
+
+    def prepare(self, threads: int) -> None:
+        self._threads = threads
 
     def _held_in(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def _gain(self) -> Tensor:
+    def gain(self) -> Tensor:
+        """What the normed numbers are multiplied by, [width]."""
         return self.weight.data
 
+    def add(self, x: Tensor, term: Tensor) -> Tensor:
+        """x += term, both dense; then the norm of x."""
+        library = compiled(x)
+        if library is None:
+            return self.torch(x.add_(term))
+        return rms_norm(library, x, self.gain(), self.eps, delta=term, threads=self._threads)
+
     def __call__(self, x: Tensor) -> Tensor:
-        weight = self._gain()
+        library = compiled(x)
+        if library is None or x.dim() > 3 or x.stride(-1) != 1:
+            return self.torch(x)
+        return rms_norm(library, x, self.gain(), self.eps, threads=self._threads)
+
+    def torch(self, x: Tensor) -> Tensor:
+        """The same by torch: for what the compiled norm does not take."""
+        weight = self.gain()
         if x.dtype in _HALF:
             wide = x.float()
             scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(self.eps))
@@ -59,7 +80,7 @@ class UnitOffsetRMSNorm(RMSNorm):
     def _held_in(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if dtype in _HALF else dtype
 
-    def _gain(self) -> Tensor:
+    def gain(self) -> Tensor:
         if self._sum is None:
             self._sum = 1 + self.weight.data
         return self._sum

@@ -6,28 +6,46 @@ same ones for every rank and every size.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oddrank.errors import OddrankError
+from oddrank.native.operations import compiled
+from oddrank.native.rotary import rotate_
 
 _ROWS = 256
 """Positions that a table of angles begins with; it doubles as sequences grow."""
 
 
-class Rotary(NamedTuple):
-    """cos and signed sin of a step's tokens, [tokens, 1, rotated channels]; sin is negative in the first half, which is
-    `half` wide."""
+class Rotary:
+    """The angles of a step's tokens: which rows they are of a table of cosines and one of signed sines, [rows, rotated
+    channels]; sines are negative in the first half.
 
-    cos: Tensor
-    sin: Tensor
-    half: int
+    table: (cosines, sines). places: int64 [tokens], each token's row.
+    """
+
+    def __init__(self, table: tuple[Tensor, Tensor], places: Tensor) -> None:
+        self.table, self.places, self.half = table, places, table[0].shape[-1] // 2
+
+    @cached_property
+    def cos(self) -> Tensor:
+        """[tokens, 1, rotated channels]"""
+        return self.table[0].index_select(0, self.places).unsqueeze(1)
+
+    @cached_property
+    def sin(self) -> Tensor:
+        """[tokens, 1, rotated channels]"""
+        return self.table[1].index_select(0, self.places).unsqueeze(1)
 
     def apply_(self, x: Tensor) -> Tensor:
         """Rotate x [tokens, heads, head_dim] in place: x * cos + rotate_half(x) * sin. Of heads wider than the
         rotation the first channels."""
+        library = compiled(x)
+        if library is not None and x.stride(-1) == 1:
+            return rotate_(library, x, *self.table, self.places)
         if x.shape[-1] != 2 * self.half:
             x = x[..., : 2 * self.half]
         swapped = torch.roll(x, self.half, -1)
@@ -68,27 +86,35 @@ class RotaryEmbedding:
         self._dynamic = kind == "dynamic"
         self.limit = int(max_positions * rope["factor"]) if self._dynamic else max_positions
         """Positions that the model is meant for."""
-        self._table = self._make(torch.arange(0, device=self._device), self.inv_freq)
+        self.table = self._make(torch.arange(0, device=self._device), self.inv_freq)
+        """Cosines and sines of the positions so far, [positions, dim]. It moves only where `reserve` needs more."""
+
+    def reserve(self, length: int) -> None:
+        """Have the table reach sequences of `length` tokens."""
+        if length > self.table[0].shape[0]:
+            rows = max(_ROWS, 1 << (length - 1).bit_length())
+            self.table = self._make(torch.arange(rows, device=self._device), self.inv_freq)
+
+    def stretched(self, length: int) -> bool:
+        """Whether a sequence of `length` tokens has angles of its own, not the table's."""
+        return self._dynamic and length > self._max_positions
 
     def __call__(self, positions: Tensor, sequences: Sequence[tuple[int, int]]) -> Rotary:
         """positions: int64 [tokens]. sequences: (tokens in this step, length with them) of each sequence."""
         longest = max((length for _, length in sequences), default=0)
-        if self._dynamic and longest > self._max_positions:
+        if self.stretched(longest):
             inv_freq = torch.cat([self._at(length)[0].expand(n, -1) for n, length in sequences])
-            return self._make(positions, inv_freq)
-        if longest > self._table.cos.shape[0]:
-            rows = max(_ROWS, 1 << (longest - 1).bit_length())
-            self._table = self._make(torch.arange(rows, device=self._device), self.inv_freq)
-        cos, sin, half = self._table
-        return Rotary(cos.index_select(0, positions), sin.index_select(0, positions), half)
+            return Rotary(self._make(positions, inv_freq), torch.arange(len(positions), device=self._device))
+        self.reserve(longest)
+        return Rotary(self.table, positions)
 
-    def _make(self, positions: Tensor, inv_freq: Tensor) -> Rotary:
+    def _make(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self._scaling != 1.0:
             cos, sin = cos * self._scaling, sin * self._scaling
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        return Rotary(cos.to(self._dtype)[:, None, :], sin.to(self._dtype)[:, None, :], self._dim // 2)
+        return cos.to(self._dtype), sin.to(self._dtype)
 
     def _at(self, length: int) -> tuple[Tensor, float]:
         inv_freq, scaling = self._frequencies(self._rope, self._dim, self._max_positions, length)

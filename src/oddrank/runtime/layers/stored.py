@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from oddrank.errors import OddrankError
-from oddrank.native import NativeMatrix, native_matrix
+from oddrank.native import NativeMatrix, NativeStack, native_matrix
 from oddrank.runtime.formats import decoder, torch_dtype
 from oddrank.runtime.layers.kernels import THREADED_ELEMENTS, DenseFormat, LinearWeight, Rows
 from oddrank.runtime.layers.module import Parameter, Part
@@ -78,6 +78,10 @@ class StoredWeight(TableWeight):
         self._threads = threads if self._elements >= THREADED_ELEMENTS else 1
         self._native, self._available = native_matrix(self.decoder, self._stored()), threads
 
+    @property
+    def native(self) -> NativeMatrix | None:
+        return self._native
+
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._native is not None and x.dtype != torch.float64:
             return self._native.linear(x, bias, self._native.threads(x, self._available))
@@ -99,13 +103,32 @@ def _held(name: str, stored: str, shape: tuple[int, ...]) -> Parameter:
 
 
 class StackedWeight(LinearWeight):
-    """Matrices of the same input, one above the other. weights: each with its rows."""
+    """Matrices of the same input, one above the other: one call of the compiled kernels where they take all of them.
+    weights: each with its rows."""
 
     def __init__(self, weights: Sequence[tuple[LinearWeight, int]]) -> None:
         self.weights = [weight for weight, _ in weights]
         self._rows = [rows for _, rows in weights]
+        self._threads = 1
+        self._stack: NativeStack | None = None
+        self._prepared = self._looked = False
+
+    def prepare(self, threads: int) -> None:
+        self._threads, self._prepared = threads, True  # what the weights' own give is known when all are prepared
+
+    def _stacked(self) -> NativeStack | None:
+        if self._prepared and not self._looked:
+            self._looked = True
+            matrices = [weight.native for weight, rows in zip(self.weights, self._rows, strict=True) if rows]
+            native = [matrix for matrix in matrices if matrix is not None]
+            if native and len(native) == len(matrices):
+                self._stack = NativeStack(native)
+        return self._stack
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        stack = self._stacked()
+        if stack is not None and x.dtype != torch.float64:
+            return stack(x, bias, stack.threads(x, self._threads))
         parts = [weight(x) for weight, rows in zip(self.weights, self._rows, strict=True) if rows]
         out = torch.cat(parts, -1) if parts else x.new_empty(*x.shape[:-1], 0)
         return out if bias is None else out.add_(bias)

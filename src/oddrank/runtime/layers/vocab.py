@@ -1,6 +1,5 @@
 """The token embedding and the output head, each rank with its rows of the vocabulary in any order."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -10,9 +9,11 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
 from oddrank.errors import OddrankError
-from oddrank.runtime.layers.kernels import LinearWeight, NarrowWeight, Rows, WeightFormat
+from oddrank.native.compiled import library
+from oddrank.native.embedding import TABLES, take_rows
+from oddrank.runtime.layers.kernels import LinearWeight, NarrowWeight, Rows, WeightFormat, dense_product
 from oddrank.runtime.layers.module import Module, Parameter
-from oddrank.runtime.parallel.group import Group
+from oddrank.runtime.parallel.group import Columns, Group
 from oddrank.runtime.parallel.partial import Partial
 from oddrank.runtime.precision import Precision
 
@@ -27,6 +28,11 @@ class TableWeight(LinearWeight):
         """int64 [n] -> [n, K], in the activations' type."""
         raise NotImplementedError
 
+    def take_tokens(self, tokens: Tensor, row: Tensor | None) -> Tensor | None:
+        """The same for tokens, of which `row` (int32) says in what row each is, -1 for nowhere: zeros. None: each is in
+        the row of its number. As one compiled operation; None where there is none for the table."""
+        return None
+
 
 class DenseTable(TableWeight):
     """Stays unpacked, so that rows can be looked up."""
@@ -35,12 +41,24 @@ class DenseTable(TableWeight):
         self.weight = Parameter([(f"{name}.weight", rows)], (k,), precision.weights)
         self.dtype = precision.activations
         self.narrow = NarrowWeight(self.weight) if precision.weights != precision.activations else None
+        self._threads = 1
+
+    def prepare(self, threads: int) -> None:
+        self._threads = threads
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, self.weight.data, bias) if self.narrow is None else self.narrow(x, bias)
+        if self.narrow is None:
+            return dense_product(self.weight.data, x, bias, self._threads)
+        return self.narrow(x, bias)
 
     def take(self, rows: Tensor) -> Tensor:
         return F.embedding(rows, self.weight.data).to(self.dtype)
+
+    def take_tokens(self, tokens: Tensor, row: Tensor | None) -> Tensor | None:
+        table, found = self.weight.data, library()
+        if found is None or self.dtype != torch.float32 or table.dtype not in TABLES or not tokens.is_cpu:
+            return None
+        return take_rows(found, table, tokens, row)
 
 
 class TableFormat(Protocol):
@@ -76,6 +94,9 @@ class VocabParallelEmbedding(Module):
     def __call__(self, tokens: Tensor) -> Partial:
         if len(self._row) == 0:
             return Partial.nothing((len(tokens), self.hidden), self.dtype, self.group)
+        taken = self.table.take_tokens(tokens, None if self._whole else self._row)
+        if taken is not None:
+            return Partial(taken, self.group)
         if self._whole:
             return Partial(self.table.take(tokens), self.group)
         last = len(self._row) - 1
@@ -106,13 +127,12 @@ class ParallelLMHead(Module):
     ) -> None:
         self.weight = form.linear([Rows(name, len(source))], hidden) if tied is None else tied.table
         self.group, self._rows, self._dtype = group, len(source), precision.activations
-        held = group.all_gather(torch.from_numpy(np.array(source)).to(group.device), 0).cpu().numpy()
-        self._columns = _columns(held, vocab, group)
+        held = group.all_gather_list(torch.from_numpy(np.array(source)).to(group.device))
+        self._columns = _columns([rows.cpu().numpy() for rows in held], vocab, group)
 
     def __call__(self, x: Tensor) -> Tensor:
         local = self._local(x) if self._rows else x.new_empty(len(x), 0)
-        logits = self.group.all_gather(local, -1)
-        return logits if self._columns is None else self._columns(logits)
+        return self.group.all_gather_columns(local, self._columns)
 
     def _local(self, x: Tensor) -> Tensor:
         logits = self.weight(x)
@@ -125,21 +145,17 @@ class ParallelLMHead(Module):
         return logits
 
 
-def _columns(
-    held: npt.NDArray[np.int64], vocab: int, group: Group
-) -> Callable[[Tensor], Tensor] | None:
-    """How gathered logits come into the vocabulary's order; None where they are."""
-    real = np.flatnonzero((held >= 0) & (held < vocab))
-    counts = np.bincount(held[real], minlength=vocab)
+def _columns(rows: list[npt.NDArray[np.int64]], vocab: int, group: Group) -> Columns:
+    """How gathered logits come into the vocabulary's order. rows: what each rank holds."""
+    held, widths = np.concatenate(rows), [len(each) for each in rows]
+    is_real = (held >= 0) & (held < vocab)
+    counts = np.bincount(held[is_real], minlength=vocab)
     wrong = np.flatnonzero(counts != 1)
     if len(wrong):
         raise OddrankError(
             f"Token {int(wrong[0])} of {vocab} is on {int(counts[wrong[0]])} of {group.size} ranks' vocabulary "
             f"rows ({len(wrong)} such tokens); each must be on exactly one. The plan is not sound."
         )
-    order = np.empty(vocab, dtype=np.int64)
-    order[held[real]] = real
-    if bool((order == np.arange(vocab)).all()):
-        return None if len(held) == vocab else lambda logits: logits[:, :vocab]
-    index = torch.from_numpy(order).to(group.device)
-    return lambda logits: logits.index_select(-1, index)
+    if bool((held[:vocab] == np.arange(vocab)).all()):
+        return Columns(widths, vocab)
+    return Columns(widths, vocab, torch.from_numpy(np.where(is_real, held, -1)).to(group.device))

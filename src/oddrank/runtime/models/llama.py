@@ -3,43 +3,24 @@
 Every half of a block ends in one `Partial` and one reduce.
 """
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
-from oddrank.errors import OddrankError
 from oddrank.runtime.cache import KVCache
-from oddrank.runtime.layers.attention import Attention, HeadMap
+from oddrank.runtime.layers.attention import Attention, HeadMap, RotaryAttention
+from oddrank.runtime.layers.gated import GatedUnit
 from oddrank.runtime.layers.kernels import Rows
 from oddrank.runtime.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from oddrank.runtime.layers.module import Module
+from oddrank.runtime.layers.residual import Residual
 from oddrank.runtime.layers.rotary import Rotary, RotaryEmbedding
 from oddrank.runtime.layers.vocab import ParallelLMHead, VocabParallelEmbedding
 from oddrank.runtime.models.build import Build
 from oddrank.runtime.models.config import Defaults, ModelConfig
 from oddrank.runtime.parallel.partial import Partial
 from oddrank.runtime.step import Step
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
-
-
-def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function that config.json calls `name`."""
-    if name not in ACTIVATIONS:
-        raise OddrankError(
-            f'config.json has hidden_act "{name}", which the runtime does not compute. '
-            f"Known: {', '.join(ACTIVATIONS)}."
-        )
-    return ACTIVATIONS[name]
 
 
 class Mixer(Module):
@@ -62,9 +43,7 @@ class SelfAttention(Mixer):
     def __init__(self, b: Build, layer: int, *, qkv_bias: bool, o_bias: bool, qk_norm: bool = False) -> None:
         c, dtype, at = b.config, b.precision.activations, f"{b.prefix}layers.{layer}.self_attn"
         self.q_heads, self.kv_heads, self.dim = b.slice.count("q_heads"), b.slice.count("kv_heads"), c.head_dim
-        self._split = [self.q_heads, 2 * self.kv_heads]
-        self._qk_heads, self._all_heads = self.q_heads + self.kv_heads, self.q_heads + 2 * self.kv_heads
-        self._width = self.q_heads * self.dim
+        self._split, self._all_heads = [self.q_heads, 2 * self.kv_heads], self.q_heads + 2 * self.kv_heads
         q, kv = self.q_heads * c.head_dim, self.kv_heads * c.head_dim
         parts = [Rows(f"{at}.q_proj", q), Rows(f"{at}.k_proj", kv), Rows(f"{at}.v_proj", kv)]
         self.qkv_proj = MergedColumnParallelLinear(b.weights, parts, c.hidden, bias=qkv_bias, dtype=dtype)
@@ -72,22 +51,17 @@ class SelfAttention(Mixer):
             b.weights, f"{at}.o_proj", c.hidden, q, b.group,
             bias_owner=b.owns(f"{at}.o_proj.bias", o_bias), dtype=dtype,
         )  # fmt: skip
-        self.q_norm = b.norm(f"{at}.q_norm", c.head_dim) if qk_norm else None
-        self.k_norm = b.norm(f"{at}.k_norm", c.head_dim) if qk_norm else None
         heads = HeadMap(b.slice.partner("q_heads"), self.kv_heads, b.group.device)
-        self.attention = Attention(heads, layer, c.head_dim**-0.5, c.windows[layer])
+        self.attention = RotaryAttention(
+            Attention(heads, layer, c.head_dim**-0.5, c.windows[layer]),
+            b.norm(f"{at}.q_norm", c.head_dim) if qk_norm else None,
+            b.norm(f"{at}.k_norm", c.head_dim) if qk_norm else None,
+        )
 
     def __call__(self, x: Tensor, rotary: Rotary, step: Step, cache: KVCache) -> Partial:
-        tokens = x.shape[0]
-        heads = self.qkv_proj(x).view(tokens, self._all_heads, self.dim)
-        qk = heads.narrow(1, 0, self._qk_heads)
+        heads = self.qkv_proj(x).view(len(x), self._all_heads, self.dim)
         q, kv = torch.split_with_sizes(heads, self._split, 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q.copy_(self.q_norm(q))
-            k = kv.narrow(1, 0, self.kv_heads)
-            k.copy_(self.k_norm(k))
-        rotary.apply_(qk)
-        return self.o_proj(self.attention(q, kv, step, cache).view(tokens, self._width))
+        return self.o_proj(self.attention(q, kv, rotary, step, cache))
 
 
 class GatedMLP(FeedForward):
@@ -101,11 +75,10 @@ class GatedMLP(FeedForward):
             b.weights, f"{at}.down_proj", c.hidden, width, b.group,
             bias_owner=b.owns(f"{at}.down_proj.bias", bias), dtype=dtype,
         )  # fmt: skip
-        self.act = activation(c.activation)
+        self.act = GatedUnit(c.activation)
 
     def __call__(self, x: Tensor) -> Partial:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(self.act(gate).mul_(up))
+        return self.down_proj(self.act(self.gate_up_proj(x)))
 
 
 class Block(Module):
@@ -116,9 +89,9 @@ class Block(Module):
         self.post_attention_layernorm = b.norm(f"{at}.post_attention_layernorm", b.config.hidden)
         self.mlp = mlp
 
-    def __call__(self, h: Tensor, rotary: Rotary, step: Step, cache: KVCache) -> Tensor:
-        h += self.self_attn(self.input_layernorm(h), rotary, step, cache).reduce()
-        h += self.mlp(self.post_attention_layernorm(h)).reduce()
+    def __call__(self, h: Residual, rotary: Rotary, step: Step, cache: KVCache) -> Residual:
+        h += self.self_attn(h.normed(self.input_layernorm), rotary, step, cache).reduce()
+        h += self.mlp(h.normed(self.post_attention_layernorm)).reduce()
         return h
 
 
@@ -161,11 +134,19 @@ class Llama(Module):
     def __call__(self, step: Step, cache: KVCache) -> Tensor:
         """The step's tokens through every block, and into the cache: hidden states [tokens, hidden], normed."""
         cache.begin(step)
+        return self.run_blocks(self.embed(step.tokens), step, cache)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 [tokens] -> hidden states [tokens, hidden]."""
+        return self.embed_tokens(tokens).reduce()
+
+    def run_blocks(self, hidden: Tensor, step: Step, cache: KVCache) -> Tensor:
+        """`embed`'s hidden states, which are overwritten, through every block; the cache has begun the step."""
         rotary = self.rotary(step.positions, step.sequences)
-        h = self.embed_tokens(step.tokens).reduce()
+        h = Residual(hidden)
         for layer in self.layers:
             h = layer(h, rotary, step, cache)
-        return self.norm(h)
+        return h.normed(self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, vocab], the same on every rank."""

@@ -7,19 +7,15 @@ and the norms of query and key heads multiply by 1 + weight.
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
 from oddrank.checkpoint.config import ConfigView
 from oddrank.families.gated_delta import LINEAR, DeltaNet, layers_of
 from oddrank.runtime.cache import KVCache, States
-from oddrank.runtime.layers.attention import Attention, HeadMap
-from oddrank.runtime.layers.convolution import ShortConvolution
-from oddrank.runtime.layers.gated_delta import one_sequence, one_token, unit
+from oddrank.runtime.layers.attention import Attention, HeadMap, RotaryAttention
+from oddrank.runtime.layers.delta_rule import GatedDeltaRule
 from oddrank.runtime.layers.kernels import Rows
 from oddrank.runtime.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from oddrank.runtime.layers.module import Parameter
-from oddrank.runtime.layers.norm import RMSNorm
 from oddrank.runtime.layers.rotary import Rotary
 from oddrank.runtime.models.build import Build
 from oddrank.runtime.models.config import Defaults, ModelConfig
@@ -64,20 +60,17 @@ class GatedAttention(Mixer):
             b.weights, f"{at}.o_proj", c.hidden, q, b.group,
             bias_owner=b.owns(f"{at}.o_proj.bias", c.attention_bias), dtype=dtype,
         )  # fmt: skip
-        self.q_norm, self.k_norm = b.norm(f"{at}.q_norm", d), b.norm(f"{at}.k_norm", d)
         heads = HeadMap(b.slice.partner("q_heads"), self.kv_heads, b.group.device)
-        self.attention = Attention(heads, c.linear[:layer].count(False), d**-0.5)
+        self.attention = RotaryAttention(
+            Attention(heads, c.linear[:layer].count(False), d**-0.5),
+            b.norm(f"{at}.q_norm", d), b.norm(f"{at}.k_norm", d),
+        )  # fmt: skip
 
     def __call__(self, x: Tensor, rotary: Rotary, step: Step, cache: KVCache) -> Partial:
         q_gate, kv = torch.split_with_sizes(self.qkv_proj(x), self.split, -1)
         q, gate = q_gate.view(len(x), self.q_heads, 2, self.dim).unbind(2)
         kv = kv.view(len(x), 2 * self.kv_heads, self.dim)
-        q, k = self.q_norm(q), kv.narrow(1, 0, self.kv_heads)
-        k.copy_(self.k_norm(k))
-        rotary.apply_(q)
-        rotary.apply_(k)
-        out = self.attention(q, kv, step, cache) * torch.sigmoid(gate)
-        return self.o_proj(out.view(len(x), -1))
+        return self.o_proj(self.attention(q, kv, rotary, step, cache, gate))
 
 
 class GatedDeltaNet(Mixer):
@@ -86,45 +79,28 @@ class GatedDeltaNet(Mixer):
     def __init__(self, b: Build, c: HybridConfig, layer: int) -> None:
         at, dtype = f"{b.prefix}layers.{layer}.linear_attn", b.precision.activations
         self.k_heads, self.v_heads = b.slice.count("gdn_k_heads"), b.slice.count("gdn_v_heads")
-        self.key_width, self.value_width = c.key_width, c.value_width
-        k, v = self.k_heads * c.key_width, self.v_heads * c.value_width
-        self.split, self.sections = [2 * k + v, v, self.v_heads, self.v_heads], [k, k, v]
+        self.rule = GatedDeltaRule(
+            at, b.slice.partner("gdn_v_heads"), self.k_heads, (c.key_width, c.value_width), c.kernel, c.eps, dtype,
+            b.group.device,
+        )  # fmt: skip
+        v = self.v_heads * c.value_width
+        self.split = [self.rule.channels, v, self.v_heads, self.v_heads]
         rows = zip(("qkv", "z", "b", "a"), self.split, strict=True)
         self.in_proj = MergedColumnParallelLinear(
             b.weights, [Rows(f"{at}.in_proj_{name}", n) for name, n in rows], c.hidden, bias=False, dtype=dtype
         )
-        self.conv1d = ShortConvolution(f"{at}.conv1d", 2 * k + v, c.kernel, dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        self.A_log = Parameter([(f"{at}.A_log", self.v_heads)], (), wide)
-        self.dt_bias = Parameter([(f"{at}.dt_bias", self.v_heads)], (), wide)
-        self.norm = RMSNorm(f"{at}.norm", c.value_width, c.eps, wide, b.group.device)
         self.out_proj = RowParallelLinear(
             b.weights, f"{at}.out_proj", c.hidden, v, b.group, bias_owner=None, dtype=dtype
         )
-        self.partner = torch.from_numpy(b.slice.partner("gdn_v_heads").copy()).to(b.group.device)
         self.layer = c.linear[:layer].count(True)
 
     def __call__(self, x: Tensor, rotary: Rotary, step: Step, cache: KVCache) -> Partial:
         if not self.v_heads:
             return self.out_proj(x.new_empty(len(x), 0))
         assert cache.states is not None
-        inputs, memory = cache.states.inputs[self.layer], cache.states.memory[self.layer]
         qkv, z, b, a = torch.split_with_sizes(self.in_proj(x), self.split, -1)
-        q, k, v = torch.split_with_sizes(self.conv1d(qkv, step, inputs).to(memory.dtype), self.sections, -1)
-        q, k = (unit(t.view(len(x), self.k_heads, -1)).index_select(1, self.partner) for t in (q, k))
-        v = v.view(len(x), self.v_heads, -1)
-        decay = -self.A_log.data.exp() * F.softplus(a.to(memory.dtype) + self.dt_bias.data)
-        out = self._read(q * self.key_width**-0.5, k, v, decay, torch.sigmoid(b.to(memory.dtype)), step, memory)
-        out = self.norm(out) * F.silu(z.view(out.shape).to(memory.dtype))
-        return self.out_proj(out.view(len(x), -1).to(x.dtype))
-
-    def _read(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, step: Step, memory: Tensor
-    ) -> Tensor:
-        if step.decode:
-            return one_token(q, k, v, decay, beta, memory[: len(q)])
-        parts = [(slice(s.start, s.stop), memory[s.slot]) for s in step.segments]
-        return torch.cat([one_sequence(q[at], k[at], v[at], decay[at], beta[at], state) for at, state in parts])
+        inputs, memory = cache.states.inputs[self.layer], cache.states.memory[self.layer]
+        return self.out_proj(self.rule(qkv, z, b, a, step, inputs, memory))
 
 
 class Qwen3_5(Llama):  # noqa: N801 (its name)
@@ -150,7 +126,7 @@ class Qwen3_5(Llama):  # noqa: N801 (its name)
         states = None
         if nets:
             states = States(
-                len(nets), slots, (c.kernel - 1, sum(nets[0].sections)), self.precision.activations,
+                len(nets), slots, (c.kernel - 1, nets[0].rule.channels), self.precision.activations,
                 (nets[0].v_heads, c.key_width, c.value_width), device,
             )  # fmt: skip
         full = c.layers - len(nets)

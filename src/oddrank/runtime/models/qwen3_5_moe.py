@@ -3,18 +3,19 @@
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from oddrank.checkpoint.config import ConfigView
 from oddrank.errors import OddrankError
 from oddrank.families.gated_delta import Experts as ExpertSizes
 from oddrank.runtime.experts import Experts
+from oddrank.runtime.layers.gated import activation
 from oddrank.runtime.layers.kernels import Rows
 from oddrank.runtime.layers.module import Module
+from oddrank.runtime.layers.routing import most_probable
 from oddrank.runtime.models.build import Build
 from oddrank.runtime.models.config import Defaults, ModelConfig
-from oddrank.runtime.models.llama import FeedForward, GatedMLP, activation
+from oddrank.runtime.models.llama import FeedForward, GatedMLP
 from oddrank.runtime.models.qwen3_5 import HybridConfig, Qwen3_5
 from oddrank.runtime.parallel.partial import Partial
 
@@ -47,10 +48,7 @@ class Router(Module):
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [tokens, hidden] -> weights [tokens, chosen] in fp32 or wider, ids int64 [tokens, chosen]."""
-        scores = self.weight(x)
-        chances = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights, ids = chances.topk(self.chosen, -1)
-        return weights / weights.sum(-1, keepdim=True), ids
+        return most_probable(self.weight(x), self.chosen)
 
 
 class SharedExpert(GatedMLP):
@@ -62,8 +60,7 @@ class SharedExpert(GatedMLP):
         self.gate = b.exact_weights.linear([Rows(f"{at}.shared_expert_gate", 1)], b.config.hidden)
 
     def __call__(self, x: Tensor) -> Partial:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(self.act(gate).mul_(up).mul_(torch.sigmoid(self.gate(x))))
+        return self.down_proj(self.act(self.gate_up_proj(x), self.gate(x)))
 
 
 class SparseMoE(FeedForward):

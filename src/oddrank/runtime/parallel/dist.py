@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oddrank.errors import OddrankError
+from oddrank.native.compiled import library
 from oddrank.runtime.parallel import shm
 from oddrank.runtime.parallel.group import Group, SoloGroup, sum_in_rank_order
 from oddrank.runtime.parallel.peers import machine
@@ -29,9 +30,9 @@ _TIMEOUT = timedelta(days=365)  # an idle server's ranks wait in a broadcast for
 def connect(rank: int, size: int, rendezvous: str, device: torch.device | str = "cpu") -> Group:
     """The group of `size` processes that meet at `rendezvous` (see rendezvous.py), as rank `rank`.
 
-    One rank alone gets a `SoloGroup`; ranks that are all on the CPU of one machine a `SharedMemoryGroup`,
-    where that machine's memory order allows it (x86-64 Linux); any others a `DistributedGroup`: gloo on CPUs,
-    nccl on CUDA devices. Every rank gets the same kind.
+    One rank alone gets a `SoloGroup`; ranks that are all on the CPU of one machine a `SharedMemoryGroup`, where that
+    machine's memory order allows it (Linux on x86-64, or anywhere with the compiled library); any others a
+    `DistributedGroup`: gloo on CPUs, nccl on CUDA devices. Every rank gets the same kind.
     """
     if size < 1 or not 0 <= rank < size:
         raise OddrankError(f"There is no rank {rank} in a group of {size}.")
@@ -53,6 +54,7 @@ def _share_memory(meeting: Meeting, device: torch.device) -> Group | None:
         hellos = meeting.exchange(
             {
                 "able": able,
+                "native": able and library() is not None,
                 "machine": machine(),
                 "pid": os.getpid(),
                 "fd": fd,
@@ -70,7 +72,8 @@ def _share_memory(meeting: Meeting, device: torch.device) -> Group | None:
             return None
         cpus = set().union(*(hello["cpus"] for hello in hellos))
         spin = size <= min(len(cpus), *(hello["quota"] for hello in hellos))
-        return shm.SharedMemoryGroup(rank, size, fd, [hello["pid"] for hello in hellos], spin)
+        found = library() if all(hello["native"] for hello in hellos) else None
+        return shm.SharedMemoryGroup(rank, size, fd, [hello["pid"] for hello in hellos], spin, found)
     finally:
         if fd >= 0:
             os.close(fd)

@@ -1,5 +1,6 @@
 """What a rank may do with the other ranks."""
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from oddrank.errors import OddrankError
+from oddrank.native.compiled import library
+from oddrank.native.ranks import place_columns
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -35,6 +38,29 @@ class Collectives:
         return "Collectives(" + ", ".join(f"{name}={getattr(self, name)}" for name in self.__slots__) + ")"
 
 
+class Columns:
+    """How columns that ranks have become one matrix's.
+
+    widths: columns of each rank. place: int64 [sum of widths], the column of the result that each gathered one is, -1
+    for none; None: the first `count`, in order. Every column of the result is the place of one gathered column.
+    """
+
+    def __init__(self, widths: Sequence[int], count: int, place: Tensor | None = None) -> None:
+        self.widths, self.count, self.place = tuple(widths), count, place
+        self.widths_in_memory = (ctypes.c_int64 * len(self.widths))(*self.widths)
+        self._order: Tensor | None = None
+        if place is not None:
+            real = (place >= 0).nonzero().flatten()
+            self._order = torch.empty(count, dtype=torch.int64, device=place.device)
+            self._order[place[real]] = real
+
+    def arrange(self, gathered: Tensor) -> Tensor:
+        """[rows, sum of widths] -> [rows, count]."""
+        if self._order is not None:
+            return gathered.index_select(-1, self._order)
+        return gathered if gathered.shape[-1] == self.count else gathered[..., : self.count]
+
+
 class Group(ABC):
     """One rank's end of a set of ranks that call the same collectives in the same order.
 
@@ -44,6 +70,9 @@ class Group(ABC):
     """
 
     __slots__ = ("counts", "device", "rank", "size")
+
+    recordable: bool = False
+    """Whether its sums and gathered columns are compiled operations."""
 
     def __init__(self, rank: int, size: int, device: torch.device | str = "cpu") -> None:
         self.rank = rank
@@ -71,6 +100,10 @@ class Group(ABC):
         """
         return torch.cat(self.all_gather_list(tensor), dim)
 
+    def all_gather_columns(self, tensor: Tensor, columns: Columns) -> Tensor:
+        """Every rank's tensor [rows, columns.widths[rank]] as one [rows, columns.count], each column in its place."""
+        return columns.arrange(self.all_gather(tensor, -1))
+
     @abstractmethod
     def broadcast(self, value: Any = None, source: int = 0) -> Any:
         """`value` of rank `source`, pickled, on every rank. What the other ranks pass is ignored."""
@@ -78,6 +111,9 @@ class Group(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""
+
+    def check(self) -> None:  # noqa: B027 (most groups have no collectives that a replay could hold)
+        """Raise what went wrong in a replayed collective, if anything did."""
 
     def close(self) -> None:  # noqa: B027 (most groups hold nothing)
         """Leave the group: ranks that still wait for this one get an error. Safe to call twice."""
@@ -90,6 +126,7 @@ class SoloGroup(Group):
     """One rank alone: every collective is its own input."""
 
     __slots__ = ()
+    recordable = True
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(0, 1, device)
@@ -105,6 +142,11 @@ class SoloGroup(Group):
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         self.counts.all_gather += 1
         return tensor
+
+    def all_gather_columns(self, tensor: Tensor, columns: Columns) -> Tensor:
+        self.counts.all_gather += 1
+        found = library() if tensor.is_cpu and columns.place is not None else None
+        return columns.arrange(tensor) if found is None else place_columns(found, tensor, columns.place, columns.count)
 
     def broadcast(self, value: Any = None, source: int = 0) -> Any:
         self.counts.broadcast += 1

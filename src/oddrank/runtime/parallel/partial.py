@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import Tensor
 
+from oddrank.native.elementwise import add_, copy_of, zeros
 from oddrank.runtime.parallel.group import Group
 
 _LIVE, _ADDED, _REDUCED = 0, 1, 2
@@ -104,10 +105,10 @@ class Partial:
             result._borrowed = source._borrowed
             return result
         if not self._borrowed:
-            return Partial(mine.add_(theirs), self._group)
+            return Partial(add_(mine, theirs), self._group)
         if not other._borrowed:
-            return Partial(theirs.add_(mine), self._group)
-        return Partial(mine + theirs, self._group)
+            return Partial(add_(theirs, mine), self._group)
+        return Partial(add_(copy_of(mine), theirs), self._group)
 
     def reduce(self) -> Tensor:
         """The sum over the group's ranks, the same bits on each: one all-reduce."""
@@ -117,9 +118,9 @@ class Partial:
         tensor = self._tensor
         if tensor is None:
             shape, dtype = self._describe()
-            tensor = torch.zeros(shape, dtype=dtype, device=self._group.device)
+            tensor = zeros(shape, dtype, self._group.device)
         elif self._borrowed:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
+            tensor = copy_of(tensor)
         self._tensor = None
         return self._group.all_reduce(tensor)
 

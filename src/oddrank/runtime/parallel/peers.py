@@ -28,6 +28,11 @@ class Peer:
         except OSError:  # a kernel or a sandbox without pidfd, or a process that is already gone
             self._poll = None
 
+    @property
+    def descriptor(self) -> int:
+        """A pidfd, readable once the process is dead; -1 where there is none."""
+        return self._fd
+
     def alive(self) -> bool:
         if self._poll is not None:
             return not self._poll.poll(0)

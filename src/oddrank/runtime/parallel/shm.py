@@ -7,8 +7,10 @@ The memory is the ranks' common steps (steps.py) and two buffers of N slots. In 
 into its slot of buffer k % 2, meets the others, and reads the slots. One meeting a step is enough: a rank that
 fills buffer k % 2 again has met everybody in step k + 1, and whoever came to step k + 1 has read buffer k % 2.
 
-Plain stores and loads from an interpreter are ordered well enough for this on x86-64 only. On other machines
-`supported()` says no and ranks reduce through gloo.
+Sums and gathered columns are compiled operations (native/collectives.cpp), which work through the same steps and
+signatures, so the interpreter may do some collectives of a group and the library others. Where there is no compiled
+library the interpreter does them all: its stores and loads are ordered well enough for that on x86-64 only. On other
+machines `supported()` then says no and ranks reduce through gloo.
 """
 
 import ctypes
@@ -24,16 +26,19 @@ import torch
 from torch import Tensor
 
 from oddrank.errors import OddrankError
+from oddrank.native.calls import not_a_call
+from oddrank.native.compiled import Library, library
+from oddrank.native.ranks import NativeRanks, Signatures
 from oddrank.runtime.parallel import steps
-from oddrank.runtime.parallel.group import Group, sum_in_rank_order
+from oddrank.runtime.parallel.group import Columns, Group, sum_in_rank_order
 
 _HEADER = 128  # bytes before a slot's data: the number of dimensions and their sizes
 _MOST_DIMENSIONS = _HEADER // 8 - 1
 SLOT = 256 * 1024  # bytes of data a slot takes; longer tensors go in several steps
 _MOST_ENTRIES = 512  # shapes whose views are kept
 
-_OPS = ("", "barrier", "broadcast", "all_gather", "all_reduce")
-_BARRIER, _BROADCAST, _ALL_GATHER, _ALL_REDUCE = range(1, 5)
+_OPS = ("", "barrier", "broadcast", "all_gather", "all_reduce", "all_reduce in parts", "all_gather_columns")
+_BARRIER, _BROADCAST, _ALL_GATHER, _ALL_REDUCE, _IN_PARTS, _COLUMNS = range(1, 7)
 _DTYPES = (
     torch.bfloat16,
     torch.float16,
@@ -50,7 +55,8 @@ _DTYPES = (
 
 def supported() -> bool:
     """Whether this machine's memory order and system calls allow a `SharedMemoryGroup`."""
-    return sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
+    able = sys.platform == "linux" and sys.byteorder == "little" and hasattr(os, "memfd_create")
+    return able and (platform.machine() == "x86_64" or library() is not None)
 
 
 def bytes_needed(size: int, slot: int = SLOT) -> int:
@@ -69,8 +75,9 @@ class _Entry(NamedTuple):
     """What an all-reduce of one shape and dtype needs, made at its first call."""
 
     nbytes: int
-    signature: int
-    views: tuple[list[Tensor], list[Tensor]]  # per buffer, every rank's slot as such a tensor
+    code: int  # of the dtype
+    signatures: Signatures
+    views: tuple[list[Tensor], list[Tensor]]  # per buffer, every rank's slot as such a tensor; where Python adds
 
 
 class SharedMemoryGroup(Group):
@@ -78,12 +85,22 @@ class SharedMemoryGroup(Group):
 
     `memory` is a descriptor of `bytes_needed(size, slot)` zeroed bytes, the same on all ranks; it may be
     closed after this returns. `pids` are the ranks' processes. `spin` allows a rank to look again for up to
-    0.1 ms before it sleeps; leave it off where ranks outnumber cores. A rank that waits for a process that
+    0.1 ms before it sleeps; leave it off where ranks outnumber cores. `found` is the compiled library, the same on all
+    ranks; None: without it, where the memory order allows that. A rank that waits for a process that
     has died, or has left the group, raises `PeerLostError`; ranks that called different things raise
     `OddrankError`.
     """
 
-    def __init__(self, rank: int, size: int, memory: int, pids: list[int], spin: bool, slot: int = SLOT) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        memory: int,
+        pids: list[int],
+        spin: bool,
+        found: Library | None = None,
+        slot: int = SLOT,
+    ) -> None:
         super().__init__(rank, size)
         self.spin = spin
         self._slot = slot
@@ -98,25 +115,57 @@ class SharedMemoryGroup(Group):
         self._data = tuple([first + (b * size + r) * stride + _HEADER for r in range(size)] for b in (0, 1))
         self._mine = tuple(self._address + self._data[b][rank] for b in (0, 1))
         self._entries: dict[tuple[torch.Size, torch.dtype], _Entry] = {}
+        self._native: NativeRanks | None = None
+        self.recordable = found is not None
+        if found is not None:
+            watched = self._steps.descriptors()
+            self._native = NativeRanks(found, self._address, rank, first, slot, pids, watched, spin)
+            self._steps.use(self._native)
         self._steps.meet(_BARRIER)
 
     # What the ranks do together -----------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.counts.all_reduce += 1
-        return self._reduce(tensor)
+        if self._native is None or not tensor.is_cpu:
+            not_a_call("a sum over ranks in Python")
+            return self._reduce(tensor)
+        entry = self._entries.get((tensor.shape, tensor.dtype)) or self._prepare(tensor)
+        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+        self._native.all_reduce(flat, entry.code, entry.signatures)
+        self._steps.check()
+        return tensor if flat is tensor else tensor.copy_(flat)
 
     def all_gather_list(self, tensor: Tensor) -> list[Tensor]:
         self.counts.all_gather += 1
+        not_a_call("tensors gathered from ranks in Python")
         parts, shared = self._gather(tensor)
         return [part.clone() for part in parts] if shared else parts
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         self.counts.all_gather += 1
+        not_a_call("tensors gathered from ranks in Python")
         return torch.cat(self._gather(tensor)[0], dim)
+
+    def all_gather_columns(self, tensor: Tensor, columns: Columns) -> Tensor:
+        if self._native is None:
+            return super().all_gather_columns(tensor, columns)
+        self.counts.all_gather += 1
+        code, total = self._dtype_code(tensor), len(tensor) * sum(columns.widths)
+        out = self._native.gather_columns(
+            tensor, columns.widths_in_memory, columns.place, columns.count, _COLUMNS | code << 4 | total << 16
+        )
+        self._steps.check()
+        return out
+
+    def check(self) -> None:
+        """Raise what a replayed collective has met with, if anything."""
+        if self._native is not None:
+            self._steps.check()
 
     def broadcast(self, value: Any = None, source: int = 0) -> Any:
         self.counts.broadcast += 1
+        not_a_call("a broadcast")
         if not 0 <= source < self.size:
             raise OddrankError(f"There is no rank {source} to broadcast from: the group has {self.size}.")
         data = pickle.dumps(value) if source == self.rank else b""
@@ -136,6 +185,7 @@ class SharedMemoryGroup(Group):
 
     def barrier(self) -> None:
         self.counts.barrier += 1
+        not_a_call("a barrier")
         self._steps.meet(_BARRIER)
 
     def close(self) -> None:
@@ -149,7 +199,7 @@ class SharedMemoryGroup(Group):
             return self._reduce_in_steps(tensor)
         step = self._steps.step + 1
         ctypes.memmove(self._mine[step & 1], tensor.data_ptr(), entry.nbytes)
-        self._steps.meet(entry.signature)
+        self._steps.meet(entry.signatures.last)
         views = entry.views[step & 1]
         if self.size == 2:
             return tensor.add_(views[1 - self.rank])
@@ -159,12 +209,14 @@ class SharedMemoryGroup(Group):
         code = self._dtype_code(tensor)
         nbytes = tensor.numel() * tensor.itemsize
         views: tuple[list[Tensor], list[Tensor]] = ([], [])
-        if nbytes <= self._slot:
+        if nbytes <= self._slot and self._native is None:
             for buffer in (0, 1):
                 views[buffer].extend(self._view(at, tensor.dtype, tensor.shape) for at in self._data[buffer])
         if len(self._entries) >= _MOST_ENTRIES:
             self._entries.clear()
-        entry = _Entry(nbytes, _ALL_REDUCE | code << 4 | nbytes << 16, views)
+        last = nbytes % self._slot or min(nbytes, self._slot)
+        steps_of, in_parts = _ALL_REDUCE | code << 4, _IN_PARTS | code << 4 | nbytes << 16
+        entry = _Entry(nbytes, code, Signatures(steps_of | self._slot << 16, steps_of | last << 16, in_parts), views)
         self._entries[tensor.shape, tensor.dtype] = entry
         return entry
 
@@ -235,4 +287,8 @@ def _words_of(signature: int) -> str:
     detail = {_BROADCAST: f" from rank {code}", _ALL_GATHER: f" of {_DTYPES[code % len(_DTYPES)]}"}.get(op, "")
     if op == _ALL_REDUCE:
         detail = f" of {nbytes} bytes of {_DTYPES[code]}"
+    elif op == _IN_PARTS:
+        detail = f", {nbytes} bytes of {_DTYPES[code]}"
+    elif op == _COLUMNS:
+        detail = f" of {nbytes} numbers of {_DTYPES[code]}"
     return _OPS[op] + detail

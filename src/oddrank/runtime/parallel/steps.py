@@ -7,9 +7,10 @@ In step k a rank publishes k as its sequence number and waits until every other 
 then sees all of them, the last to arrive, opens the gate to k and wakes whoever sleeps at it, so that a rank
 sleeps at most once a step. Two ranks may both find themselves last; they do the same thing.
 
-Memory order: what a rank stores before it publishes a step, the others load after they have seen it. x86-64 keeps
-stores in order and loads in order, so plain stores from an interpreter will do there. Only a store that must be
-visible before a later load needs a full barrier; taking a lock is one.
+Memory order: what a rank stores before it publishes a step, the others load after they have seen it. The compiled
+library says so to the machine (native/ranks.cpp). Without it, plain stores from an interpreter will do on x86-64, which
+keeps stores in order and loads in order; only a store that must be visible before a later load needs a full barrier
+there, and taking a lock is one.
 """
 
 import mmap
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from oddrank.errors import OddrankError
+from oddrank.native.ranks import CLOSED, DIED, DISAGREES, LEFT, NativeRanks
 from oddrank.runtime.parallel import futex
 from oddrank.runtime.parallel.group import PeerLostError
 from oddrank.runtime.parallel.peers import Peer
@@ -52,7 +54,8 @@ class Steps:
         spin: bool,
         words_of: Callable[[int], str],
     ) -> None:
-        self.step = 0
+        self._step = 0
+        self._native: NativeRanks | None = None
         self.spin = spin
         self._rank = rank
         self._size = size = len(pids)
@@ -70,14 +73,31 @@ class Steps:
         self._words_of = words_of
         self._closed = False
 
+    def use(self, native: NativeRanks) -> None:
+        """Meet through the compiled library from now on. Before the first step."""
+        self._native = native
+
+    def descriptors(self) -> list[int]:
+        """Every rank's pidfd, -1 where there is none to watch."""
+        return [self._peers[rank].descriptor if rank in self._peers else -1 for rank in range(self._size)]
+
+    @property
+    def step(self) -> int:
+        """The last step that this rank published."""
+        return self._step if self._native is None else int(self._native.state.step)
+
     def meet(self, signature: int) -> None:
         """Publish the next step, with everything stored before it, and wait until the others have too.
 
         `signature` says what the rank does in this step, which must be the same on all of them; it is less than
         2**64. Raises `OddrankError` if it is not, `PeerLostError` if a rank is gone.
         """
+        if self._native is not None:
+            self._native.meet(signature)
+            self.check()
+            return
         words, line = self._words, self._line
-        self.step = step = self.step + 1
+        self._step = step = self._step + 1
         kept = _SIGNATURE + (step & 1)
         words[line + kept] = signature
         words[line + _SEQUENCE] = step
@@ -95,10 +115,22 @@ class Steps:
             if words[at + kept] != signature:
                 self._raise_disagreement(other, words[at + kept], signature)
 
+    def check(self) -> None:
+        """Raise what went wrong in the compiled library, if anything did."""
+        assert self._native is not None
+        state = self._native.state
+        if not state.failure:
+            return
+        if state.failure == DISAGREES:
+            self._raise_disagreement(int(state.other), int(state.theirs), int(state.mine))
+        if state.failure in (LEFT, DIED):
+            self._raise_lost(int(state.other), state.failure == LEFT, int(state.step))
+        self._raise_closed()
+
     def _wait(self, step: int) -> None:
         words = self._words
         if self._closed:
-            raise OddrankError(f"Rank {self._rank} has left the group and called another collective.")
+            self._raise_closed()
         if self.spin and self._look(step):
             return
         self._map[self._mark] = 1
@@ -141,19 +173,27 @@ class Steps:
             left = words[at + _LEFT]
             gone = left or (ask_system and not self._peers[other].alive())
             if gone and words[at] < step:  # it may have published this step and gone since
-                raise PeerLostError(
-                    f"Rank {other} of {self._size} (pid {self._peers[other].pid}) "
-                    f"{'has left the group' if left else 'has died'}; rank {self._rank} waits for it in step {step}."
-                )
+                self._raise_lost(other, bool(left), step)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        if self._native is not None and not self._native.state.failure:
+            self._native.state.failure = CLOSED
         self._words[self._line + _LEFT] = 1
         futex.wake(self._gate_address)
         for peer in self._peers.values():
             peer.close()
+
+    def _raise_closed(self) -> NoReturn:
+        raise OddrankError(f"Rank {self._rank} has left the group and called another collective.")
+
+    def _raise_lost(self, other: int, left: bool, step: int) -> NoReturn:
+        raise PeerLostError(
+            f"Rank {other} of {self._size} (pid {self._peers[other].pid}) "
+            f"{'has left the group' if left else 'has died'}; rank {self._rank} waits for it in step {step}."
+        )
 
     def _raise_disagreement(self, other: int, theirs: int, mine: int) -> NoReturn:
         self.close()

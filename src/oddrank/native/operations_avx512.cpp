@@ -1,0 +1,13 @@
+// AVX-512 F, BW, VL and DQ: vectors of sixteen.
+#if defined(__x86_64__)
+#include "operations_attention.h"
+#include "operations_delta.h"
+#include "operations_rows.h"
+
+namespace oddrank {
+const Operations avx512_operations = {
+    norm,  unit,         rotate,   to_number, attend_scratch, attend, gated, scale, scale_by_sigmoid, gate_by_silu,
+    add,   exponentials, products, convolve,  recur,
+};
+}  // namespace oddrank
+#endif

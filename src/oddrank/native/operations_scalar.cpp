@@ -1,0 +1,11 @@
+// Any CPU: vectors of four.
+#include "operations_attention.h"
+#include "operations_delta.h"
+#include "operations_rows.h"
+
+namespace oddrank {
+const Operations scalar_operations = {
+    norm,  unit,         rotate,   to_number, attend_scratch, attend, gated, scale, scale_by_sigmoid, gate_by_silu,
+    add,   exponentials, products, convolve,  recur,
+};
+}  // namespace oddrank
