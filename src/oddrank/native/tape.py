@@ -138,7 +138,7 @@ class _OnlyMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording, self._blocks = recording, blocks
 
-    def __torch_dispatch__(
+    def _see(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -156,6 +156,11 @@ class _OnlyMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _stray(self, function: Any, result: Any) -> Any:
         self._recording.refuse(str(function))
         return result
+
+
+# Set after the class is made, or torch would wrap it to keep its compiler out, and import the compiler for that: seconds,
+# and a hundred megabytes a rank.
+_OnlyMemory.__torch_dispatch__ = _OnlyMemory._see  # type: ignore[method-assign]
 
 
 def _shares(source: Tensor, result: Any) -> bool:
