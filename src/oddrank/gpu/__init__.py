@@ -39,11 +39,12 @@ def linear_for(decoder: Decoder, stored: Stored) -> "GpuLinear | None":
     """The kernels' product with a stored matrix [n, k] on a GPU; None where they do not take it."""
     if not triton_works():
         return None
+    from oddrank.gpu.check import works
     from oddrank.gpu.linear import GpuLinear
     from oddrank.gpu.matrix import described
 
     matrix = described(decoder, stored)
-    return None if matrix is None else GpuLinear(matrix)
+    return GpuLinear(matrix) if matrix is not None and works(decoder, matrix.values.device) else None
 
 
 def experts_for(
@@ -53,6 +54,9 @@ def experts_for(
     them, or where the activation is not silu."""
     if not triton_works():
         return None
+    from oddrank.gpu.check import works
     from oddrank.gpu.experts import gpu_experts
 
-    return gpu_experts(gate_up, down, activation)
+    found = gpu_experts(gate_up, down, activation)
+    device = gate_up[1][gate_up[0].values].device
+    return found if found is not None and all(works(d, device) for d, _ in (gate_up, down)) else None

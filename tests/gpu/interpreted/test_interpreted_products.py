@@ -9,9 +9,10 @@ from formats.codec import E2M1, E4M3
 from native.words import CASES, Case, Sample, sample
 from torch import Tensor
 
-from oddrank.gpu import linear_for
+from oddrank.gpu import check, linear_for
 from oddrank.gpu.launch import Tiles, parts
 from oddrank.gpu.linear import GpuLinear
+from oddrank.runtime.formats import decoder
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAST = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}
@@ -170,3 +171,13 @@ def test_what_is_left_to_torch() -> None:
     made = sample(Case("dense", dtype=torch.bfloat16), 4, 96)
     assert linear_for(made.decoder, {".weight": made.stored[".weight"][:, :48]}) is None
     assert linear_for(made.decoder, {".weight": made.stored[".weight"][:0]}) is None
+
+
+@pytest.mark.parametrize("name", ["dense", "fp8-block", "fp8-channel-1d", "nvfp4-ct", "mxfp4"])
+def test_the_check_before_the_first_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Good kernels pass; one that forgets a scale does not."""
+    form, device = decoder(name), torch.device("cpu")
+    assert check.agrees(form, device)
+    call = GpuLinear.__call__
+    monkeypatch.setattr(GpuLinear, "__call__", lambda linear, x: call(linear, x) * 1.1)
+    assert not check.agrees(form, device)
