@@ -165,7 +165,7 @@ def test_models(family: str, form: str) -> None:
     eager, _ = continued(model, record=False)
     captured, engine = continued(model, record=True)
     steps: Any = engine.steps
-    assert steps.recording and steps.replayed > 20
+    assert steps.recording and steps.replayed >= 20
     assert captured == eager
 
 
