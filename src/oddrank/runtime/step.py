@@ -27,7 +27,10 @@ class Step:
     """Tokens of all sequences laid end to end, without padding.
 
     tokens, positions: int64 [tokens]. decode: one token of each of the sequences in slots 0, 1, 2, ...
+    static: `positions` alone says how long the sequences are, when the step runs.
     """
+
+    static = False
 
     def __init__(self, tokens: Tensor, segments: Sequence[Segment]) -> None:
         self.tokens = tokens
@@ -41,7 +44,7 @@ class Step:
         self.longest = max(s.length for s in self.segments)
         self.uniform = all(s.length == self.longest for s in self.segments)
         self.sequences = [(s.stop - s.start, s.length) for s in self.segments]
-        self.views: dict[int | None, Any] = {}
+        self.views: dict[Any, Any] = {}
         """What the cache keeps for the step, by attention window."""
         self._masks: dict[tuple[int | None, int | None, torch.dtype], Tensor] = {}
 

@@ -69,7 +69,7 @@ class Attention:
         # A group's queries are the rows of one small matrix against its keys, so that keys are read once and never
         # repeated.
         grouped = q if heads.members is None else q.index_select(1, heads.members)
-        if len(step.segments) > 1 or cache.half:
+        if len(step.segments) > 1 or cache.half or step.static:
             out = self._decode(grouped, kv, step, cache)
         else:
             # The same in three small products, which cost less to start than the fused one.
@@ -83,6 +83,12 @@ class Attention:
         """All sequences at once; shorter ones mask what lies past their end."""
         buffer, heads, n = cache.layer(self.layer), self.heads, len(step.segments)
         buffer[torch.arange(n, device=kv.device), :, step.positions] = kv.to(buffer.dtype)
+        if kv.is_cuda:
+            from oddrank.gpu.attention import decode
+
+            paged = decode(grouped, step, cache, self.layer, self.scale, self.window)
+            if paged is not None:
+                return paged
         first = step.first_key(self.window)
         keys = buffer[:n, : heads.kv_heads, first : step.longest]
         values = buffer[:n, heads.kv_heads :, first : step.longest]

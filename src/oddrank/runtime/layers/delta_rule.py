@@ -64,7 +64,13 @@ class GatedDeltaRule(Module):
         q, k = (unit(t.view(tokens, self.k_heads, -1)).index_select(1, self.partner) for t in (q, k))
         v = v.view(tokens, self.v_heads, -1)
         decay = -self.A_log.data.exp() * F.softplus(a.to(wide) + self.dt_bias.data)
-        out = self._read(q * self.key_width**-0.5, k, v, decay, torch.sigmoid(b.to(wide)), step, memory)
+        q, beta = q * self.key_width**-0.5, torch.sigmoid(b.to(wide))
+        found: Tensor | None = None
+        if qkv.is_cuda:
+            from oddrank.gpu.delta import read
+
+            found = read(q, k, v, decay, beta, step, memory, qkv.dtype)
+        out = self._read(q, k, v, decay, beta, step, memory) if found is None else found
         out = self.norm(out) * F.silu(z.view(out.shape).to(wide))
         return out.view(tokens, -1).to(qkv.dtype)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from oddrank.runtime.layers.vocab import DenseTable, TableWeight
 from oddrank.runtime.precision import Precision
 from oddrank.runtime.threads import torch_threads
 from oddrank.transform.slice import StoredMatrix
+
+if TYPE_CHECKING:
+    from oddrank.gpu.linear import GpuLinear
 
 
 class Storage(Protocol):
@@ -58,8 +61,8 @@ class StoredFormat:
 
 
 class StoredWeight(TableWeight):
-    """A matrix [n, k] held as stored and decoded as it is multiplied: by the compiled kernels once prepared, where they
-    take it, else by the decoder, tile by tile. The decoder alone multiplies in float64.
+    """A matrix [n, k] held as stored and decoded as it is multiplied: by the compiled kernels once prepared, on a GPU
+    by Triton's, where they take it, else by the decoder, tile by tile. The decoder alone multiplies in float64.
 
     looked_up: the type of the rows that `take` gives. exact: see NativeMatrix.
     """
@@ -76,10 +79,15 @@ class StoredWeight(TableWeight):
         self.looked_up, self._elements, self._exact = looked_up, n * k, exact
         self._threads: int | None = None
         self._native: NativeMatrix | None = None
+        self._gpu: GpuLinear | None = None
         self._available = 1
 
     def prepare(self, threads: int) -> None:
         self._threads = threads if self._elements >= THREADED_ELEMENTS else 1
+        if self.parts[0].data.is_cuda:
+            from oddrank.gpu import linear_for
+
+            self._gpu = linear_for(self.decoder, self._stored())
         self._native, self._available = native_matrix(self.decoder, self._stored(), self._exact), threads
 
     @property
@@ -89,6 +97,8 @@ class StoredWeight(TableWeight):
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._native is not None and x.dtype != torch.float64:
             return self._native.linear(x, bias, self._native.threads(x, self._available))
+        if self._gpu is not None and x.dtype != torch.float64:
+            return self._gpu(x, bias)
         with torch_threads(self._threads or torch.get_num_threads()):
             return self.decoder.linear(x, self._stored(), bias)
 
