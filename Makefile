@@ -40,9 +40,9 @@ test-long: $(STAMP) ## the long tests: thousands of random layouts
 test-vllm: $(STAMP) $(VLLM_STAMP) ## every test of the vLLM plugin: twenty minutes or more of real serves at TP 1 to 4
 	@$(WITH_VLLM) $(BIN)/pytest tests/vllm -m "not gpu"
 
-test-gpu: $(STAMP) ## the tests that need a CUDA GPU; skipped where there is none
+test-gpu: $(STAMP) ## the tests that need a CUDA GPU, then its kernels measured; skipped where there is none
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  $(BIN)/pytest -m gpu; \
+	  $(BIN)/pytest -m gpu && $(BIN)/python bench/gpu_kernels.py; \
 	else \
 	  echo "test-gpu: skipped, torch $$($(BIN)/python -c 'import torch; print(torch.__version__)') sees no CUDA GPU"; \
 	fi

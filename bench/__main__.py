@@ -20,7 +20,10 @@ from report import row
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
 BEGIN, END = "<!-- begin measured -->", "<!-- end measured -->"
-SCRIPTS = ("plan", "pad", "quantized", "load", "load_quantized", "allreduce", "kernels", "decode", "vllm_load")
+SCRIPTS = (
+    "plan", "pad", "quantized", "load", "load_quantized", "allreduce", "kernels", "operations", "decode", "prefill",
+    "moe_decode", "compare", "vllm_load",
+)  # fmt: skip
 LIMIT_S = 600
 
 

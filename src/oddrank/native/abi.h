@@ -21,6 +21,8 @@ struct Matrix {
 
 enum Format : int32_t { BF16 = 0, F16 = 1, E4M3 = 2, NVFP4 = 3, MXFP4 = 4, FORMATS = 5 };
 
+struct Gemm;  // products with many x, see gemm_abi.h
+
 // Kernels of one set of CPU features. x is "arranged" first: made what the kernel of a matrix's format reads, in the
 // order in which it decodes a row. Matrices that are `alike` take the same.
 struct Level {
@@ -29,8 +31,10 @@ struct Level {
   int64_t (*arranged)(const Matrix &a);
   // x: [m, a.k], rows `stride` numbers apart; out: [m, arranged(a) bytes]
   void (*arrange)(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t *out);
-  // y[b * stride + row - begin] = row . x[b] for rows [begin, end) and b < m
-  void (*multiply)(const Matrix &a, const uint8_t *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride);
+  // y[b * stride + row - begin] = row . x[b] for rows [begin, end) and b < m; x: pointers to arranged ones
+  void (*multiply)(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+                   int64_t stride);
+  const Gemm *gemm;
 };
 
 inline constexpr bool alike(const Matrix &a, const Matrix &b) { return a.format == b.format && a.exact == b.exact; }

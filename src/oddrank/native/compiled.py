@@ -64,6 +64,7 @@ _FUNCTIONS = {
     "level_name": (ctypes.c_char_p, (_INT,)),
     "level_runs": (_INT, (_INT,)),
     "use": (_INT, (_INT,)),
+    "operations_agree": (_INT, ()),
 }
 
 
@@ -113,13 +114,15 @@ class Library:
         self.level = level
 
     def _computes(self, level: str) -> bool:
-        """Whether a level gives, for a small matrix of each format, what the plainest gives."""
-        return all(
-            np.allclose(self._sample(level, form), self._sample(self.levels[0], form), rtol=1e-4, atol=1e-3)
+        """Whether a level gives what the plainest gives: its operations, and a small matrix of each format."""
+        self._use(self.levels.index(level))
+        return bool(self._found.oddrank_operations_agree()) and all(
+            np.allclose(self._sample(level, form, exact), self._sample(self.levels[0], form, 1), rtol=1e-4, atol=atol)
             for form in range(len(FORMATS))
+            for exact, atol in ((0, 0.05), (1, 1e-3))
         )
 
-    def _sample(self, level: str, form: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    def _sample(self, level: str, form: int, exact: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         n, k, m = 5, 288, 2
         draw = np.random.default_rng(form)
         values = draw.integers(0, 0x3C if form < 2 else 0x7F, (n, 2 * k), np.uint8)
@@ -128,8 +131,9 @@ class Library:
         row = (2 * k, 2 * k, k, k // 2, k // 2)[form]
         block = (0, 0, 128, 16, 32)[form]
         matrix = Matrix(
-            values.ctypes.data, scales.ctypes.data, n, k, row, -(-k // block) if block else 0, 1, block, 0.01, form, 1
-        )
+            values.ctypes.data, scales.ctypes.data, n, k, row, -(-k // block) if block else 0,
+            1, block, 0.01, form, exact,
+        )  # fmt: skip
         self._use(self.levels.index(level))
         found = []
         for rows in (x, x[:1]):

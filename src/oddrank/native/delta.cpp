@@ -37,6 +37,7 @@ namespace {
 int64_t slot_of(const DeltaArguments &a, int64_t sequence) { return a.slots ? a.slots[sequence] : sequence; }
 
 constexpr int64_t CHANNELS = 1024;     // in a piece of the convolution
+constexpr int64_t PIECES = 4;          // of a thread, so that one that is slower takes fewer
 constexpr int64_t STATE = 128 << 10;   // bytes of states that one thread goes through before another would be awake
 
 thread_local Scratch mixed_memory, head_memory;
@@ -45,14 +46,14 @@ struct Heads {
   const DeltaArguments *arguments;
   const Operations *level;
   const float *mixed;  // what the convolution gave, [sequences, channels]
+  int64_t step;        // heads of a piece
 };
 
 float softplus(float x) { return x > 20.0f ? x : ::log1pf(::expf(x)); }
 
-void one_head(void *context, int64_t piece) {
-  const Heads &h = *static_cast<Heads *>(context);
+void one_head(const Heads &h, int64_t sequence, int64_t head, bool last) {
   const DeltaArguments &a = *h.arguments;
-  const int64_t sequence = piece / a.v_heads, head = piece % a.v_heads, key_head = a.partner[head];
+  const int64_t key_head = a.partner[head];
   const int64_t keys = a.k_heads * a.key_width, values = a.v_heads * a.value_width;
   const float *mixed = h.mixed + sequence * (2 * keys + values);
   float *q = head_memory.floats(2 * a.key_width + 2 * a.value_width), *k = q + a.key_width;
@@ -64,6 +65,7 @@ void one_head(void *context, int64_t piece) {
   one.k = k;
   one.v = mixed + 2 * keys + head * a.value_width;
   one.state = a.memory + slot_of(a, sequence) * a.memory_slot + head * a.key_width * a.value_width;
+  one.next = last ? nullptr : one.state + a.key_width * a.value_width;
   one.key_width = a.key_width;
   one.value_width = a.value_width;
   one.decay = ::expf(-::expf(a.a_log[head]) * softplus(a.a[at] + a.dt_bias[head]));
@@ -73,6 +75,14 @@ void one_head(void *context, int64_t piece) {
   h.level->recur(one);
   h.level->norm(one.out, nullptr, a.norm, one.out, a.value_width, a.eps);
   h.level->gate_by_silu(one.out, a.z + sequence * a.row_stride + head * a.value_width, a.value_width);
+}
+
+// A few heads that lie one behind the other, so that each can ask for the next one's state.
+void some_heads(void *context, int64_t piece) {
+  const Heads &h = *static_cast<Heads *>(context);
+  const int64_t heads = h.arguments->v_heads, runs = (heads + h.step - 1) / h.step;
+  const int64_t begin = piece % runs * h.step, end = std::min(heads, begin + h.step);
+  for (int64_t head = begin; head < end; head++) one_head(h, piece / runs, head, head + 1 == end);
 }
 
 }  // namespace
@@ -91,9 +101,11 @@ void oddrank_delta(const DeltaArguments *a) {
                      mixed + sequence * channels, channels, a->kernel, from, std::min(channels, from + CHANNELS));
     }
   });
-  Heads heads = {a, &level, mixed};
   const int64_t bytes = a->sequences * a->v_heads * a->key_width * a->value_width * 8;
-  share(bytes < STATE ? 1 : a->threads, a->sequences * a->v_heads, one_head, &heads);
+  const int threads = bytes < STATE ? 1 : a->threads;
+  const int64_t step = std::max<int64_t>(1, a->v_heads / (PIECES * threads)), runs = (a->v_heads + step - 1) / step;
+  Heads heads = {a, &level, mixed, step};
+  share(threads, a->sequences * runs, some_heads, &heads);
 }
 
 }  // extern "C"

@@ -53,7 +53,7 @@ def delta_step(
     inputs, memory = states
     _, v_heads, key_width, value_width = memory.shape
     n, row = qkv.shape[0], qkv.stride(0)
-    assert row == z.stride(0) == b.stride(0) == a.stride(0)
+    assert n <= 1 or row == z.stride(0) == b.stride(0) == a.stride(0)
     out = torch.empty(n, v_heads * value_width)
     k_heads = (qkv.shape[1] - v_heads * value_width) // (2 * key_width)
     arguments = DeltaArguments(

@@ -61,20 +61,4 @@ void oddrank_add(const AddArguments *a) {
   });
 }
 
-// y[row, j] = x[row, index[j]]. Keep native/elementwise.py alike.
-struct ColumnsArguments {
-  const float *x;
-  const int64_t *index;
-  float *y;
-  int64_t rows, width, x_row;
-  int32_t threads;
-};
-
-void oddrank_columns(const ColumnsArguments *a) {
-  share_rows(a->threads, a->rows, a->width, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++)
-      for (int64_t j = 0; j < a->width; j++) a->y[row * a->width + j] = a->x[row * a->x_row + a->index[j]];
-  });
-}
-
 }  // extern "C"

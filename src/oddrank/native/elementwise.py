@@ -12,6 +12,9 @@ from oddrank.native.operations import INT, address, compiled, fields
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """In the order of operations.h."""
 
+_SHARED = 1 << 17
+"""Numbers from which a sum is shared out among torch's threads: a prompt's, not a decode step's."""
+
 
 class GatedArguments(ctypes.Structure):
     """elementwise.cpp's."""
@@ -23,12 +26,6 @@ class AddArguments(ctypes.Structure):
     """elementwise.cpp's."""
 
     _fields_ = fields("x y", "rows width y_row", ("set", INT), ("threads", INT))
-
-
-class ColumnsArguments(ctypes.Structure):
-    """elementwise.cpp's."""
-
-    _fields_ = fields("x index y", "rows width x_row", ("threads", INT))
 
 
 def gated(
@@ -71,29 +68,15 @@ def zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch
 
 
 def _rows(library: Library, x: Tensor, y: Tensor | None, copy: bool) -> Tensor:
-    if y is None or y.is_contiguous():
-        rows, width, apart = 1, x.numel(), 0
-    else:
-        rows, width = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+    width = x.shape[-1] if x.dim() else 1
+    rows, apart = x.numel() // max(1, width), width
+    if y is not None and not y.is_contiguous():
         if y.dim() == 2 and y.stride(-1) == 1:
             apart = y.stride(0)
         elif not any(y.stride()[:-1]) and y.stride(-1) == 1:
             apart = 0
         else:
             y = y.contiguous()
-            apart = width
-    call(library.operation("add"), AddArguments(x.data_ptr(), address(y), rows, width, apart, copy, 1), x, y)
+    threads = torch.get_num_threads() if x.numel() >= _SHARED else 1
+    call(library.operation("add"), AddArguments(x.data_ptr(), address(y), rows, width, apart, copy, threads), x, y)
     return x
-
-
-def columns(x: Tensor, index: Tensor) -> Tensor:
-    """x[:, index]. x: [rows, n], the last dimension dense. index: int64."""
-    library = compiled(x)
-    if library is None:
-        return x.index_select(-1, index)
-    out = torch.empty(x.shape[0], len(index))
-    arguments = ColumnsArguments(
-        x.data_ptr(), index.data_ptr(), out.data_ptr(), x.shape[0], len(index), x.stride(0), 1
-    )
-    call(library.operation("columns"), arguments, x, index, out)
-    return out

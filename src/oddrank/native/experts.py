@@ -66,24 +66,26 @@ class NativeExperts:
 
 
 def native_experts(
-    gate_up: tuple[Decodes, Stored], down: tuple[Decodes, Stored], activation: Activation
+    gate_up: tuple[Decodes, Stored], down: tuple[Decodes, Stored], activation: Activation, exact: bool = True
 ) -> NativeExperts | None:
     """Decoders and stored parts [experts, sections, ...] of a layer's two banks. None where the kernels cannot compute
-    with them, or where the activation is not silu."""
+    with them, or where the activation is not silu. exact: see NativeMatrix."""
     if activation is not F.silu:
         return None
-    both, lower = _matrices(*gate_up), _matrices(*down)
+    both, lower = _matrices(*gate_up, exact), _matrices(*down, exact)
     if not both or not lower:
         return None
     gate, up, down_ = [one[0] for one in both], [one[-1] for one in both], [one[0] for one in lower]
     return NativeExperts(gate[0].library, gate, up, down_, len(both[0]) == 1)
 
 
-def _matrices(decoder: Decodes, parts: Stored) -> list[list[NativeMatrix]] | None:
+def _matrices(decoder: Decodes, parts: Stored, exact: bool) -> list[list[NativeMatrix]] | None:
     found = []
     experts, sections = next(iter(parts.values())).shape[:2]
     for e in range(experts):
-        each = [native_matrix(decoder, {suffix: t[e, s] for suffix, t in parts.items()}) for s in range(sections)]
+        each = [
+            native_matrix(decoder, {suffix: t[e, s] for suffix, t in parts.items()}, exact) for s in range(sections)
+        ]
         if any(one is None for one in each):
             return None
         found.append([one for one in each if one is not None])

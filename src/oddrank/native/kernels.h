@@ -24,8 +24,9 @@ enum Kind { PLAIN, SEGMENT, LANES };
 
 constexpr int TILE = 512;  // columns decoded at a time for several x: a multiple of every group
 constexpr int ROWS = 4;    // rows decoded together
-constexpr int ACROSS = 3;  // x at a time: ROWS * ACROSS sums, ROWS weights and an x are in registers
-constexpr int BATCH = 48;  // x in one pass over the rows
+constexpr int ACROSS = 3;  // x at a time: ROWS * ACROSS sums, as many x and the weights are in registers
+constexpr int BLOCK = 16;  // rows that take a tile of x before the next one
+constexpr int BATCH = 24;  // x in one pass over the rows
 
 template <class F>
 int64_t groups(int64_t k) {
@@ -82,7 +83,7 @@ float product(const Matrix &a, int64_t row, const float *x) {
       for (int u = 0; u < CHAINS / V; u++) {
         const uint8_t *p = reader.values + (g + u) * F::BYTES;
         const float *at = x + (g + u) * F::GROUP;
-        prefetch(p);
+        fetch(p + AHEAD);
         F::decode(p, seen, [&](int j, Vec w) INLINE { sums[u * V + j] = fma(w, load(at + j * WIDTH), sums[u * V + j]); });
       }
     }
@@ -97,25 +98,35 @@ float product(const Matrix &a, int64_t row, const float *x) {
     const int64_t each = a.block_k ? a.block_k / F::GROUP : count;
     const float *scales = segment_scales(a, row);
     const float unit = a.factor * F::UNIT;
-    Vec all = zero();
-    for (int64_t g = 0, segment = 0; g < count; segment++) {
-      const int64_t end = g + each < count ? g + each : count;
-      const int64_t whole = end < reader.full ? end : reader.full;
+    Vec all[V];
+    for (auto &s : all) s = zero();
+    const uint8_t *p = reader.values;
+    int64_t g = 0, segment = 0;
+    for (; g + each <= reader.full; segment++) {
       Vec part[V];
-      for (auto &p : part) p = zero();
-      const float *at = x + g * F::GROUP;
-      auto take = [&](int j, Vec w) INLINE { part[j] = fma(w, load(at + j * WIDTH), part[j]); };
-      for (; g < whole; g++, at += F::GROUP) {
-        const uint8_t *p = reader.values + g * F::BYTES;
-        prefetch(p);
-        F::decode(p, seen, take);
+      for (auto &s : part) s = zero();
+      const int64_t end = g + each;
+      for (; g + 4 <= end; g += 4) {
+#pragma GCC unroll 4
+        for (int u = 0; u < 4; u++, p += F::BYTES, x += F::GROUP) {
+          if (u * F::BYTES % 64 == 0) fetch(p + AHEAD);
+          F::decode(p, seen, [&](int j, Vec w) INLINE { part[j] = fma(w, load(x + j * WIDTH), part[j]); });
+        }
       }
-      for (; g < end; g++, at += F::GROUP) F::decode(reader.last, seen, take);
-      for (int step = V / 2; step; step /= 2)
-        for (int j = 0; j < step; j++) part[j] = add(part[j], part[j + step]);
-      all = fma(part[0], set1(scales[segment] * unit), all);
+      for (; g < end; g++, p += F::BYTES, x += F::GROUP)
+        F::decode(p, seen, [&](int j, Vec w) INLINE { part[j] = fma(w, load(x + j * WIDTH), part[j]); });
+      const Vec scale = set1(scales[segment] * unit);
+      for (int j = 0; j < V; j++) all[j] = fma(part[j], scale, all[j]);
     }
-    total = sum(all);
+    if (g < count) {  // a segment that is not whole, and is the last
+      const Vec scale = set1(scales[segment] * unit);
+      for (; g < count; g++, x += F::GROUP)
+        F::decode(reader.group(g), seen,
+                  [&](int j, Vec w) INLINE { all[j] = fma(mul(w, scale), load(x + j * WIDTH), all[j]); });
+    }
+    for (int step = V / 2; step; step /= 2)
+      for (int j = 0; j < step; j++) all[j] = add(all[j], all[j + step]);
+    total = sum(all[0]);
   } else {
     constexpr int EACH = V / F::SCALES;
     const Vec none = set1(1.0f);
@@ -132,7 +143,7 @@ float product(const Matrix &a, int64_t row, const float *x) {
     int64_t g = 0;
     for (; g < reader.full; g++) {
       const uint8_t *p = reader.values + g * F::BYTES;
-      prefetch(p);
+      fetch(p + AHEAD);
       one(p, reader.scales + g * F::SCALE_BYTES, x + g * F::GROUP);
     }
     if (g < count) one(reader.last, reader.last_scales, x + g * F::GROUP);
@@ -143,89 +154,117 @@ float product(const Matrix &a, int64_t row, const float *x) {
 
 // Groups [begin, end) of a row, scaled. True where a code for NaN was among them.
 template <class F>
-bool decode_groups(const Matrix &a, const RowReader<F> &reader, int64_t row, int64_t begin, int64_t end, float *out) {
+inline bool decode_groups(const Matrix &a, const RowReader<F> &reader, int64_t row, int64_t begin, int64_t end,
+                          float *out) {
   constexpr int V = F::GROUP / WIDTH;
   typename F::Seen seen;
   const Vec factor = set1(a.factor * F::UNIT);
-  const int64_t each = F::KIND == SEGMENT ? (a.block_k ? a.block_k / F::GROUP : groups<F>(a.k)) : 0;
-  int64_t segment = each ? begin / each : 0, left = each ? (segment + 1) * each - begin : 0;
-  const float *scales = F::KIND == SEGMENT ? segment_scales(a, row) : nullptr;
+  const Vec none = zero();  // subnormal numbers are slow to multiply and fast to multiply and add
   Vec scale[F::SCALES];
-  if constexpr (F::KIND == PLAIN) scale[0] = factor;
-  if constexpr (F::KIND == SEGMENT) scale[0] = mul(set1(scales[segment]), factor);
-  for (int64_t g = begin; g < end; g++) {
-    const uint8_t *p = reader.group(g);
-    prefetch(p);
-    if constexpr (F::KIND == LANES) F::scales(reader.scale(g), factor, scale, seen);
-    if constexpr (F::KIND == SEGMENT) {
-      if (left == 0) {
-        scale[0] = mul(set1(scales[++segment]), factor);
-        left = each;
-      }
-      left--;
+  const auto one = [&](const uint8_t *p) INLINE {
+    F::decode(p, seen, [&](int j, Vec w) INLINE { store(out + j * WIDTH, fma(w, scale[j / (V / F::SCALES)], none)); });
+    out += F::GROUP;
+  };
+  const int64_t ahead = ROWS * a.row_bytes;  // the same columns of the rows after these
+  const uint8_t *p = reader.values + begin * F::BYTES;
+  const int64_t whole = end < reader.full ? end : reader.full;
+  int64_t g = begin;
+  if constexpr (F::KIND == LANES) {
+    for (; g < whole; g++, p += F::BYTES) {
+      fetch(p + ahead);
+      F::scales(reader.scale(g), factor, scale, seen);
+      one(p);
     }
-    float *to = out + (g - begin) * F::GROUP;
-    F::decode(p, seen, [&](int j, Vec w) INLINE { store(to + j * WIDTH, mul(w, scale[j / (V / F::SCALES)])); });
+    if (g < end) {
+      F::scales(reader.last_scales, factor, scale, seen);
+      one(reader.last);
+    }
+  } else {
+    const bool segments = F::KIND == SEGMENT;
+    const int64_t each = segments && a.block_k ? a.block_k / F::GROUP : groups<F>(a.k);
+    const float *scales = segments ? segment_scales(a, row) : nullptr;
+    scale[0] = factor;
+    for (int64_t segment = g / each; g < end; segment++) {
+      if constexpr (F::KIND == SEGMENT) scale[0] = mul(set1(scales[segment]), factor);
+      const int64_t next = (segment + 1) * each, stop = next < whole ? next : whole;
+      for (; g + 2 <= stop; g += 2, p += 2 * F::BYTES) {
+        fetch(p + ahead);
+        one(p);
+        one(p + F::BYTES);
+      }
+      for (; g < stop; g++, p += F::BYTES) one(p);
+      if (g == reader.full && g < end && g < next) {
+        one(reader.last);
+        g++;
+      }
+    }
   }
   return F::bad(seen);
 }
 
+// Adds N x times a tile of decoded weights, from column t on, to the sums.
 template <int N>
-inline INLINE void tile_product(const float (&w)[ROWS][TILE], const float *x, int64_t stride,
-                                                        int64_t columns, Vec (*sums)[ROWS]) {
+inline INLINE void tile_product(const float (&w)[ROWS][TILE], const float *const *x, int64_t t, int64_t columns,
+                                Vec (*sums)[ROWS]) {
   Vec s[N][ROWS];
-  for (int b = 0; b < N; b++)
+  const float *at[N];
+  for (int b = 0; b < N; b++) {
+    at[b] = x[b] + t;
     for (int r = 0; r < ROWS; r++) s[b][r] = sums[b][r];
+  }
   for (int64_t c = 0; c < columns; c += WIDTH) {
-    Vec v[ROWS];
-    for (int r = 0; r < ROWS; r++) v[r] = load(&w[r][c]);
-    for (int b = 0; b < N; b++) {
-      const Vec at = load(x + b * stride + c);
-      for (int r = 0; r < ROWS; r++) s[b][r] = fma(v[r], at, s[b][r]);
+    Vec v[N];
+    for (int b = 0; b < N; b++) v[b] = load(at[b] + c);
+    for (int r = 0; r < ROWS; r++) {
+      const Vec weights = load(&w[r][c]);
+      for (int b = 0; b < N; b++) s[b][r] = fma(weights, v[b], s[b][r]);
     }
   }
   for (int b = 0; b < N; b++)
     for (int r = 0; r < ROWS; r++) sums[b][r] = s[b][r];
 }
 
-// Up to ROWS rows times up to BATCH x.
+// Up to BLOCK rows times up to BATCH x. A tile of x is used by all the rows before the next one: it stays in the first
+// cache, beside that of the weights.
 template <class F>
-void block_product(const Matrix &a, int64_t row, int rows, const float *x, int64_t m, float *y, int64_t stride) {
+void block_product(const Matrix &a, int64_t row, int rows, const float *const *x, int64_t m, float *y, int64_t stride) {
   alignas(64) float w[ROWS][TILE];
-  Vec sums[BATCH][ROWS];
-  bool bad[ROWS] = {};
+  Vec sums[BLOCK / ROWS][BATCH][ROWS];
+  bool bad[BLOCK] = {};
   const int64_t width = groups<F>(a.k) * F::GROUP;
-  for (int64_t b = 0; b < m; b++)
-    for (auto &s : sums[b]) s = zero();
-  if (rows < ROWS) std::memset(w, 0, sizeof w);
-  const int last = rows - 1;
-  const RowReader<F> readers[ROWS] = {
-      {a, row}, {a, row + (last < 1 ? last : 1)}, {a, row + (last < 2 ? last : 2)}, {a, row + (last < 3 ? last : 3)}};
+  for (int q = 0; q * ROWS < rows; q++)
+    for (int64_t b = 0; b < m; b++)
+      for (auto &s : sums[q][b]) s = zero();
+  if (rows % ROWS) std::memset(w, 0, sizeof w);
   for (int64_t t = 0; t < width; t += TILE) {
     const int64_t columns = width - t < TILE ? width - t : TILE;
-    for (int r = 0; r < rows; r++)
-      bad[r] |= decode_groups<F>(a, readers[r], row + r, t / F::GROUP, (t + columns) / F::GROUP, w[r]);
-    int64_t b = 0;
-    for (; b + ACROSS <= m; b += ACROSS) tile_product<ACROSS>(w, x + b * width + t, width, columns, sums + b);
-    if (m - b == 2) tile_product<2>(w, x + b * width + t, width, columns, sums + b);
-    if (m - b == 1) tile_product<1>(w, x + b * width + t, width, columns, sums + b);
+    for (int q = 0; q * ROWS < rows; q++) {
+      for (int r = q * ROWS; r < rows && r < (q + 1) * ROWS; r++) {
+        const RowReader<F> reader(a, row + r);
+        bad[r] |= decode_groups<F>(a, reader, row + r, t / F::GROUP, (t + columns) / F::GROUP, w[r % ROWS]);
+      }
+      int64_t b = 0;
+      for (; b + ACROSS <= m; b += ACROSS) tile_product<ACROSS>(w, x + b, t, columns, sums[q] + b);
+      if (m - b == 2) tile_product<2>(w, x + b, t, columns, sums[q] + b);
+      if (m - b == 1) tile_product<1>(w, x + b, t, columns, sums[q] + b);
+    }
   }
   for (int64_t b = 0; b < m; b++)
-    for (int r = 0; r < rows; r++) y[b * stride + r] = bad[r] ? NAN : sum(sums[b][r]);
+    for (int r = 0; r < rows; r++) y[b * stride + r] = bad[r] ? NAN : sum(sums[r / ROWS][b][r % ROWS]);
 }
 
 template <class F>
-void multiply_as(const Matrix &a, const float *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride) {
+void multiply_as(const Matrix &a, const float *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+                 int64_t stride) {
   if (m == 1) {
-    for (int64_t row = begin; row < end; row++) y[row - begin] = product<F>(a, row, x);
+    for (int64_t row = begin; row < end; row++) y[row - begin] = product<F>(a, row, x[0]);
     return;
   }
-  const int64_t width = groups<F>(a.k) * F::GROUP;
   for (int64_t b = 0; b < m; b += BATCH) {
     const int64_t some = m - b < BATCH ? m - b : BATCH;
-    for (int64_t row = begin; row < end; row += ROWS) {
-      const int rows = end - row < ROWS ? int(end - row) : ROWS;
-      block_product<F>(a, row, rows, x + b * width, some, y + b * stride + row - begin, stride);
+    for (int64_t row = begin; row < end; row += BLOCK) {
+      const int rows = end - row < BLOCK ? int(end - row) : BLOCK;
+      block_product<F>(a, row, rows, x + b, some, y + b * stride + row - begin, stride);
     }
   }
 }
@@ -274,8 +313,9 @@ void arrange(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t
   });
 }
 
-void multiply(const Matrix &a, const uint8_t *x, int64_t m, int64_t begin, int64_t end, float *y, int64_t stride) {
-  const float *numbers = reinterpret_cast<const float *>(x);
+void multiply(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+              int64_t stride) {
+  const float *const *numbers = reinterpret_cast<const float *const *>(x);
   with_format(a.format, [&](auto f) { multiply_as<decltype(f)>(a, numbers, m, begin, end, y, stride); });
 }
 

@@ -23,7 +23,7 @@ inline float sum(Vec v) {
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 constexpr int AHEAD = 2048;  // bytes: about what memory takes to answer
-inline void prefetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p) + AHEAD, _MM_HINT_T0); }
+inline void fetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p), _MM_HINT_T0); }
 
 struct Nothing {};
 
@@ -172,8 +172,11 @@ struct Mxfp4 : E2m1 {
 }  // namespace oddrank
 
 #include "kernels.h"
+#include "gemm.h"
+
+#include "avx2_fixed.h"
 
 namespace oddrank {
-const Level avx2_level = {"avx2", arranged, arrange, multiply};
+const Level avx2_level = {"avx2", arranged_here, arrange_here, multiply_here, &gemm};
 }
 #endif

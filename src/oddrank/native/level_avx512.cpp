@@ -19,7 +19,7 @@ inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
 constexpr int AHEAD = 2048;
-inline void prefetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p) + AHEAD, _MM_HINT_T0); }
+inline void fetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p), _MM_HINT_T0); }
 
 struct Nothing {};
 
@@ -134,8 +134,9 @@ struct Mxfp4 : E2m1 {
 }  // namespace oddrank
 
 #include "kernels.h"
+#include "gemm.h"
 
 namespace oddrank {
-const Level avx512_level = {"avx512", arranged, arrange, multiply};
+const Level avx512_level = {"avx512", arranged, arrange, multiply, &gemm};
 }
 #endif

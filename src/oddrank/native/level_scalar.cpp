@@ -39,7 +39,8 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 inline float sum(Vec a) {
   return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
 }
-inline void prefetch(const uint8_t *) {}
+constexpr int AHEAD = 0;
+inline void fetch(const uint8_t *) {}
 
 inline float from_bits(uint32_t bits) {
   float f;
@@ -145,7 +146,8 @@ struct Mxfp4 : E2m1 {
 }  // namespace oddrank
 
 #include "kernels.h"
+#include "gemm.h"
 
 namespace oddrank {
-const Level scalar_level = {"scalar", arranged, arrange, multiply};
+const Level scalar_level = {"scalar", arranged, arrange, multiply, &gemm};
 }

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "gemm_abi.h"
 #include "pool.h"
 #include "scratch.h"
 
@@ -23,20 +24,23 @@ struct LinearArguments {
 };
 
 constexpr int64_t PIECE = 48 << 10;  // bytes of weights in a piece of work: microseconds, many pieces a matrix
+constexpr int64_t BATCH_ROWS = 32;   // the least rows of one where there are several x: those that share a tile of them
 
 struct Part {
-  const uint8_t *x;    // arranged
-  int64_t step;        // rows of a piece
-  int64_t first;       // its first piece's number
-  int64_t row;         // its first row in y
+  const uint8_t *const *x;  // m arranged ones
+  int64_t step;             // rows of a piece
+  int64_t first;            // its first piece's number
+  int64_t row;              // its first row in y
 };
 
 thread_local Scratch arranged_x;
 thread_local std::vector<Part> parts_memory;
+thread_local std::vector<const uint8_t *> x_memory;
 
 // A multiple of four, at least as many pieces as threads where there are rows enough.
-int64_t rows_of_piece(int64_t rows, int64_t row_bytes, int threads) {
-  const int64_t by_size = PIECE / std::max<int64_t>(row_bytes, 1), by_threads = (rows + threads - 1) / threads;
+int64_t rows_of_piece(const Matrix &a, int64_t m, int threads) {
+  const int64_t by_size = std::max<int64_t>(PIECE / std::max<int64_t>(a.row_bytes, 1), m > 1 ? BATCH_ROWS : 1);
+  const int64_t by_threads = (a.n + threads - 1) / threads;
   return std::max<int64_t>(4, (std::min(by_size, by_threads) + 3) / 4 * 4);
 }
 
@@ -69,6 +73,10 @@ using namespace oddrank;
 extern "C" void oddrank_linear(const LinearArguments *a) {
   if (!a->m || !a->count) return;
   const Level *level = level_in_use();
+  if (a->m >= GEMM_FROM) {
+    gemm_linear(level->gemm, a->parts, a->count, a->x, a->m, a->x_stride, a->bias, a->y, a->y_stride, a->threads);
+    return;
+  }
   std::vector<Part> &parts = parts_memory;
   parts.resize(size_t(a->count));
   int64_t bytes = 0, pieces = 0, rows = 0;
@@ -79,22 +87,22 @@ extern "C" void oddrank_linear(const LinearArguments *a) {
   };
   for (int64_t i = 0; i < a->count; i++) {
     const Matrix &m = a->parts[i];
-    const int64_t step = rows_of_piece(m.n, m.row_bytes, a->threads);
+    const int64_t step = rows_of_piece(m, a->m, a->threads);
     parts[size_t(i)] = {nullptr, step, pieces, rows};
     pieces += (m.n + step - 1) / step;
     rows += m.n;
     if (first_like(i) == i) bytes += a->m * level->arranged(m);
   }
   uint8_t *to = reinterpret_cast<uint8_t *>(arranged_x.floats(bytes / 4));
+  std::vector<const uint8_t *> &xs = x_memory;
+  xs.resize(size_t(a->count * a->m));
   for (int64_t i = 0; i < a->count; i++) {
     const int64_t like = first_like(i);
-    if (like == i) {
-      level->arrange(a->parts[i], a->x, a->m, a->x_stride, to);
-      parts[size_t(i)].x = to;
-      to += a->m * level->arranged(a->parts[i]);
-    } else {
-      parts[size_t(i)].x = parts[size_t(like)].x;
-    }
+    parts[size_t(i)].x = xs.data() + like * a->m;
+    if (like < i) continue;
+    const int64_t each = level->arranged(a->parts[i]);
+    level->arrange(a->parts[i], a->x, a->m, a->x_stride, to);
+    for (int64_t b = 0; b < a->m; b++, to += each) xs[size_t(i * a->m + b)] = to;
   }
   Product p = {level, a, parts.data()};
   share(a->threads, pieces, Product::piece, &p);

@@ -22,11 +22,28 @@ struct Attend {
   float *out;      // of each query: dim weighted values (not divided), the largest score, the sum of weights
 };
 
+// Consecutive tokens of a sequence, of the query heads of one KV head. Token t has position past + t.
+struct Block {
+  const float *q;          // of token t and head queries[n] at q + t * q_row + queries[n] * q_stride
+  int64_t q_row, q_stride;
+  const int64_t *queries;
+  int64_t count;
+  const Pages *pages;
+  int64_t slot, head;
+  int64_t past, tokens, window;
+  const float *sinks;  // of each query head, or null
+  float scale;
+  float *out;          // of token t and query head h at out + t * out_row + h * dim
+  int64_t out_row;
+  float *scratch;      // attend_block_scratch numbers
+};
+
 // One value head of a gated delta net and one token.
 struct Recur {
   const float *q, *k;  // [key width], of length one; q scaled
   const float *v;      // [value width]
   float *state;        // [key width, value width]
+  const float *next;   // the state that is gone through next, or null
   int64_t key_width, value_width;
   float decay, beta;
   float *scratch;  // 2 * value width
@@ -57,6 +74,8 @@ struct Operations {
   void (*convolve)(const float *x, const float *taps, float *inputs, float *y, int64_t channels, int64_t kernel,
                    int64_t begin, int64_t end);
   void (*recur)(const Recur &r);
+  int64_t (*attend_block_scratch)(const Block &b);
+  void (*attend_block)(const Block &b);
 };
 
 extern const Operations scalar_operations;

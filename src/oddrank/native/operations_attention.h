@@ -1,5 +1,9 @@
 // Attention of one KV head's queries over a run of keys, in one pass: scores of a block of keys, then their weights
 // against the largest score so far, then the weighted values (Milakov and Gimelshein, 2018, arXiv 1805.02867).
+//
+// Keys and values are decoded as they are read, a pair of vectors at a time, in which numbers may lie in another order:
+// queries are arranged likewise, and sums are put back in order at the end. Heads that are not whole pairs are widened to
+// fp32 first.
 #pragma once
 #include "operations.h"
 #include "vectors.h"
@@ -7,10 +11,43 @@
 namespace oddrank {
 namespace {
 
-constexpr int KEYS = 32;   // of a block
-constexpr int ACROSS = 3;  // queries at a time: their sums with four keys, and the operands, are in registers
+constexpr int KEYS = 64;           // of a block
+constexpr int PAIR = 2 * WIDTH;    // numbers of a pair of vectors
+constexpr int AHEAD = 2048;        // bytes: about what memory takes to answer
 
-inline int64_t padded(int64_t dim) { return (dim + WIDTH - 1) / WIDTH * WIDTH; }
+// Asks for `bytes` behind p, and for those that lie AHEAD of q.
+inline void prefetch(const void *p, const void *q, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch(static_cast<const uint8_t *>(p) + i, 0, 2);
+    __builtin_prefetch(static_cast<const uint8_t *>(q) + AHEAD + i);
+  }
+}
+
+struct Floats {
+  typedef float Number;
+  static int column(int i) { return i; }
+  static inline void pair(const float *p, Vec &a, Vec &b) { a = load(p), b = load(p + WIDTH); }
+};
+
+struct Halves {
+  typedef uint16_t Number;
+  static int column(int i) { return i; }
+  static inline void pair(const uint16_t *p, Vec &a, Vec &b) { a = from_half(p), b = from_half(p + WIDTH); }
+};
+
+// Two numbers are a word, whose upper half is one of them as fp32 but for the bits of the other.
+struct Bf16s {
+  typedef uint16_t Number;
+  static int column(int i) { return i < WIDTH ? 2 * i + !LITTLE : 2 * (i - WIDTH) + LITTLE; }
+  static inline void pair(const uint16_t *p, Vec &a, Vec &b) {
+    Ints words;
+    std::memcpy(&words, p, sizeof words);
+    a = Vec(words << 16);
+    b = Vec(words & int32_t(0xffff0000));
+  }
+};
+
+inline int64_t padded(int64_t dim) { return (dim + PAIR - 1) / PAIR * PAIR; }
 
 int64_t attend_scratch(int64_t dim, int64_t count) { return padded(dim) * (2 * count + KEYS) + count * (KEYS + 3); }
 
@@ -18,85 +55,91 @@ int64_t attend_scratch(int64_t dim, int64_t count) { return padded(dim) * (2 * c
 inline void widen(const void *from, int32_t number, int64_t rows, int64_t dim, int64_t stride, float *to) {
   for (int64_t r = 0; r < rows; r++, to += stride) {
     const uint16_t *words = static_cast<const uint16_t *>(from) + r * dim;
-    int64_t i = 0;
-    if (number == AS_F32) {
-      const float *row = static_cast<const float *>(from) + r * dim;
-      for (; i + WIDTH <= dim; i += WIDTH) store(to + i, load(row + i));
-      for (; i < dim; i++) to[i] = row[i];
-    } else if (number == AS_BF16) {
-      for (; i + WIDTH <= dim; i += WIDTH) store(to + i, from_bf16(words + i));
-      for (; i < dim; i++) to[i] = bf16_to_float(words[i]);
-    } else {
-      for (; i + WIDTH <= dim; i += WIDTH) store(to + i, from_half(words + i));
-      for (; i < dim; i++) to[i] = half_to_float(words[i]);
+    const float *floats = static_cast<const float *>(from) + r * dim;
+    for (int64_t i = 0; i < stride; i++) {
+      if (i >= dim) to[i] = 0;
+      else if (number == AS_F32) to[i] = floats[i];
+      else to[i] = number == AS_BF16 ? bf16_to_float(words[i]) : half_to_float(words[i]);
     }
-    for (; i < stride; i++) to[i] = 0;
   }
 }
 
-// Scores of N queries with J keys: s[n * KEYS + j] = q[n] . k[j]
-template <int N, int J>
-inline void scores(const float *q, const float *k, int64_t stride, float *s) {
-  Vec sums[N][J];
-  for (auto &row : sums)
-    for (auto &one : row) one = zero();
-  for (int64_t i = 0; i < stride; i += WIDTH) {
-    Vec at[N];
-    for (int n = 0; n < N; n++) at[n] = load(q + n * stride + i);
+// Scores of N queries with J keys, into s[n * KEYS + j].
+template <class D, int N, int J>
+inline void scores(const float *q, const typename D::Number *k, int64_t stride, float *s) {
+  Vec sums[N * J];
+  for (auto &one : sums) one = zero();
+  for (int64_t i = 0; i < stride; i += PAIR) {
     for (int j = 0; j < J; j++) {
-      const Vec key = load(k + j * stride + i);
-      for (int n = 0; n < N; n++) sums[n][j] = fma(at[n], key, sums[n][j]);
+      Vec a, b;
+      D::pair(k + j * stride + i, a, b);
+      for (int n = 0; n < N; n++) sums[n * J + j] = fma(load(q + n * stride + i), a, sums[n * J + j]);
+      for (int n = 0; n < N; n++) sums[n * J + j] = fma(load(q + n * stride + i + WIDTH), b, sums[n * J + j]);
     }
   }
-  for (int n = 0; n < N; n++) {
-    if constexpr (J == 4) {
-      sum_four(sums[n][0], sums[n][1], sums[n][2], sums[n][3], s + n * KEYS);
-    } else {
-      for (int j = 0; j < J; j++) s[n * KEYS + j] = sum(sums[n][j]);
-    }
+  if constexpr (N * J % 4 == 0) {
+    float found[N * J];
+    for (int i = 0; i < N * J; i += 4) sum_four(sums[i], sums[i + 1], sums[i + 2], sums[i + 3], found + i);
+    for (int n = 0; n < N; n++)
+      for (int j = 0; j < J; j++) s[n * KEYS + j] = found[n * J + j];
+  } else {
+    for (int n = 0; n < N; n++)
+      for (int j = 0; j < J; j++) s[n * KEYS + j] = sum(sums[n * J + j]);
   }
 }
 
-template <int N>
-inline void block_scores(const float *q, const float *k, int64_t stride, int64_t keys, float *s) {
+// v: the values that belong to the keys and will be needed next; null where they are on their way.
+template <class D, int N>
+inline void block_scores(const float *q, const typename D::Number *k, const typename D::Number *v, int64_t stride,
+                         int64_t keys, float *s) {
+  constexpr int J = N == 1 ? 8 : N == 4 ? 2 : 4;  // 8 to 12 sums: as many as wait for each other, and fit in registers
   int64_t j = 0;
-  for (; j + 4 <= keys; j += 4) scores<N, 4>(q, k + j * stride, stride, s + j);
-  for (; j < keys; j++) scores<N, 1>(q, k + j * stride, stride, s + j);
+  for (; j + J <= keys; j += J) {
+    if (v) prefetch(v + j * stride, k + j * stride, J * stride * int64_t(sizeof(*k)));
+    scores<D, N, J>(q, k + j * stride, stride, s + j);
+  }
+  for (; j < keys; j++) scores<D, N, 1>(q, k + j * stride, stride, s + j);
 }
 
-// acc[n] = acc[n] * shrink[n] + sum over j of weights[n * KEYS + j] * v[j], over V vectors of columns.
-template <int N, int V>
-inline void values(const float *weights, const float *v, int64_t stride, int64_t keys, const float *shrink, float *acc) {
-  Vec sums[N][V];
+// acc[n] = acc[n] * shrink[n] + sum over j of weights[n * KEYS + j] * v[j], over V pairs of columns.
+template <class D, int N, int V>
+inline void values(const float *weights, const typename D::Number *v, int64_t stride, int64_t keys, const float *shrink,
+                   float *acc) {
+  Vec sums[N][2 * V];
   for (int n = 0; n < N; n++)
-    for (int u = 0; u < V; u++) sums[n][u] = load(acc + n * stride + u * WIDTH) * set1(shrink[n]);
+    for (int u = 0; u < 2 * V; u++) sums[n][u] = load(acc + n * stride + u * WIDTH) * set1(shrink[n]);
   for (int64_t j = 0; j < keys; j++) {
     Vec w[N];
     for (int n = 0; n < N; n++) w[n] = set1(weights[n * KEYS + j]);
     for (int u = 0; u < V; u++) {
-      const Vec at = load(v + j * stride + u * WIDTH);
-      for (int n = 0; n < N; n++) sums[n][u] = fma(w[n], at, sums[n][u]);
+      Vec a, b;
+      D::pair(v + j * stride + u * PAIR, a, b);
+      for (int n = 0; n < N; n++) {
+        sums[n][2 * u] = fma(w[n], a, sums[n][2 * u]);
+        sums[n][2 * u + 1] = fma(w[n], b, sums[n][2 * u + 1]);
+      }
     }
   }
   for (int n = 0; n < N; n++)
-    for (int u = 0; u < V; u++) store(acc + n * stride + u * WIDTH, sums[n][u]);
+    for (int u = 0; u < 2 * V; u++) store(acc + n * stride + u * WIDTH, sums[n][u]);
 }
 
-template <int N>
-inline void block_values(const float *weights, const float *v, int64_t stride, int64_t keys, const float *shrink,
-                         float *acc) {
+template <class D, int N>
+inline void block_values(const float *weights, const typename D::Number *v, int64_t stride, int64_t keys,
+                         const float *shrink, float *acc) {
+  constexpr int V = N == 1 ? 4 : N == 4 ? 1 : 2;
   int64_t i = 0;
-  for (; i + 4 * WIDTH <= stride; i += 4 * WIDTH) values<N, 4>(weights, v + i, stride, keys, shrink, acc + i);
-  for (; i < stride; i += WIDTH) values<N, 1>(weights, v + i, stride, keys, shrink, acc + i);
+  for (; i + V * PAIR <= stride; i += V * PAIR) values<D, N, V>(weights, v + i, stride, keys, shrink, acc + i);
+  for (; i < stride; i += PAIR) values<D, N, 1>(weights, v + i, stride, keys, shrink, acc + i);
 }
 
 // Weights of a block's scores, in their place. `largest` and `total` of the query go on; gives what to shrink earlier
 // sums by.
 inline float weigh(float *s, int64_t keys, float &most_so_far, float &total) {
-  Vec high = set1(most_so_far);
   for (int64_t j = keys; j % WIDTH; j++) s[j] = -__builtin_inff();  // a block has room for whole vectors
-  for (int64_t j = 0; j < keys; j += WIDTH) high = most(high, load(s + j));
-  const float now = largest(high);
+  Vec high = load(s);
+  for (int64_t j = WIDTH; j < keys; j += WIDTH) high = most(high, load(s + j));
+  const float here = largest(high), before = most_so_far, now = here > before ? here : before;
   // All scores so far are minus infinity: no weight, and no infinity minus infinity.
   const float from = now == -__builtin_inff() ? 0.0f : now;
   Vec sums = zero();
@@ -105,22 +148,34 @@ inline float weigh(float *s, int64_t keys, float &most_so_far, float &total) {
     store(s + j, e);
     sums += e;
   }
-  const float shrink = exponential(set1(most_so_far - from))[0];
+  const float shrink = now == before ? 1.0f : exponential(set1(before - from))[0];
   most_so_far = now;
   total = total * shrink + sum(sums);
   return shrink;
 }
 
-void attend(const Attend &a) {
+// Calls f(Count<N>(), first) for the queries, N at a time: three, or four where one would be left alone.
+template <class F>
+inline void in_groups(int64_t count, F f) {
+  int64_t n = 0;
+  while (count - n == 3 || count - n > 4) f(Count<3>(), n), n += 3;
+  if (count - n == 4) f(Count<4>(), n), n += 4;
+  if (count - n == 2) f(Count<2>(), n);
+  if (count - n == 1) f(Count<1>(), n);
+}
+
+template <class D>
+inline void attend_as(const Attend &a, bool widened) {
+  typedef typename D::Number Number;
   const Pages &pages = *a.pages;
   const int64_t dim = pages.dim, stride = padded(dim), count = a.count;
-  const bool as_it_is = pages.number == AS_F32 && stride == dim;
   float *q = a.scratch, *acc = q + count * stride, *wide = acc + count * stride, *s = wide + KEYS * stride;
   float *largest_yet = s + count * KEYS, *totals = largest_yet + count, *shrink = totals + count;
   for (int64_t n = 0; n < count; n++) {
     const float *from = a.q + a.queries[n] * a.q_stride;
     for (int64_t i = 0; i < stride; i++) {
-      q[n * stride + i] = i < dim ? from[i] * a.scale : 0.0f;
+      const int64_t column = i / PAIR * PAIR + D::column(int(i % PAIR));
+      q[n * stride + i] = column < dim ? from[column] * a.scale : 0.0f;
       acc[n * stride + i] = 0;
     }
     largest_yet[n] = -__builtin_inff();
@@ -130,33 +185,40 @@ void attend(const Attend &a) {
     const int64_t page_end = pages.table ? (at / pages.page_size + 1) * pages.page_size : a.end;
     int64_t keys = a.end - at < KEYS ? a.end - at : KEYS;
     if (page_end - at < keys) keys = page_end - at;
-    const uint8_t *k_rows = row_of(pages, pages.keys, a.slot, a.head, at);
-    const uint8_t *v_rows = row_of(pages, pages.values, a.slot, a.head, at);
-    const float *k = reinterpret_cast<const float *>(k_rows), *v = reinterpret_cast<const float *>(v_rows);
-    if (!as_it_is) {
-      widen(k_rows, pages.number, keys, dim, stride, wide);
-      k = wide;
-    }
-    int64_t n = 0;
-    for (; n + ACROSS <= count; n += ACROSS) block_scores<ACROSS>(q + n * stride, k, stride, keys, s + n * KEYS);
-    if (count - n == 2) block_scores<2>(q + n * stride, k, stride, keys, s + n * KEYS);
-    if (count - n == 1) block_scores<1>(q + n * stride, k, stride, keys, s + n * KEYS);
-    for (n = 0; n < count; n++) shrink[n] = weigh(s + n * KEYS, keys, largest_yet[n], totals[n]);
-    if (!as_it_is) {
-      widen(v_rows, pages.number, keys, dim, stride, wide);
-      v = wide;
-    }
-    for (n = 0; n + ACROSS <= count; n += ACROSS)
-      block_values<ACROSS>(s + n * KEYS, v, stride, keys, shrink + n, acc + n * stride);
-    if (count - n == 2) block_values<2>(s + n * KEYS, v, stride, keys, shrink + n, acc + n * stride);
-    if (count - n == 1) block_values<1>(s + n * KEYS, v, stride, keys, shrink + n, acc + n * stride);
+    const auto rows = [&](void *all) {
+      const void *found = row_of(pages, all, a.slot, a.head, at);
+      if (!widened) return static_cast<const Number *>(found);
+      widen(found, pages.number, keys, dim, stride, wide);
+      return reinterpret_cast<const Number *>(wide);
+    };
+    const Number *k = rows(pages.keys), *next = widened ? nullptr : rows(pages.values);
+    in_groups(count, [&](auto group, int64_t n) {
+      block_scores<D, decltype(group)::value>(q + n * stride, k, n ? nullptr : next, stride, keys, s + n * KEYS);
+    });
+    for (int64_t n = 0; n < count; n++) shrink[n] = weigh(s + n * KEYS, keys, largest_yet[n], totals[n]);
+    const Number *v = rows(pages.values);
+    in_groups(count, [&](auto group, int64_t n) {
+      block_values<D, decltype(group)::value>(s + n * KEYS, v, stride, keys, shrink + n, acc + n * stride);
+    });
     at += keys;
   }
   for (int64_t n = 0; n < count; n++) {
     float *out = a.out + n * (dim + 2);
-    std::memcpy(out, acc + n * stride, size_t(dim) * 4);
+    for (int64_t i = 0; i < stride; i++) {
+      const int64_t column = i / PAIR * PAIR + D::column(int(i % PAIR));
+      if (column < dim) out[column] = acc[n * stride + i];
+    }
     out[dim] = largest_yet[n];
     out[dim + 1] = totals[n];
+  }
+}
+
+void attend(const Attend &a) {
+  if (a.pages->dim % PAIR) return attend_as<Floats>(a, true);
+  switch (a.pages->number) {
+    case AS_BF16: return attend_as<Bf16s>(a, false);
+    case AS_F16: return attend_as<Halves>(a, false);
+    case AS_F32: return attend_as<Floats>(a, false);
   }
 }
 

@@ -2,12 +2,13 @@
 #if defined(__x86_64__)
 #include "operations_attention.h"
 #include "operations_delta.h"
+#include "operations_prefill.h"
 #include "operations_rows.h"
 
 namespace oddrank {
 const Operations avx512_operations = {
     norm,  unit,         rotate,   to_number, attend_scratch, attend, gated, scale, scale_by_sigmoid, gate_by_silu,
-    add,   exponentials, products, convolve,  recur,
+    add,   exponentials, products, convolve,  recur, attend_block_scratch, attend_block,
 };
 }  // namespace oddrank
 #endif

@@ -23,6 +23,13 @@ void convolve(const float *x, const float *taps, float *inputs, float *y, int64_
   });
 }
 
+// Asks for the half of `count` rows of a state, of `width` numbers each, that the other pass does not ask for.
+inline void prefetch_rows(const float *state, int64_t count, int64_t width, int64_t second) {
+  if (!state) return;
+  const uint8_t *at = reinterpret_cast<const uint8_t *>(state);
+  for (int64_t i = 64 * second; i < 4 * count * width; i += 128) __builtin_prefetch(at + i, 1, 2);
+}
+
 // Sums over ROWS rows of the state, each times its number of k and of q, join known and read.
 template <int ROWS>
 inline void read_rows(const float *state, int64_t width, const float *k, const float *q, float *known, float *read) {
@@ -47,7 +54,10 @@ void recur(const Recur &r) {
   float *known = r.scratch, *read = known + width;
   std::memset(known, 0, size_t(2 * width) * 4);
   int64_t row = 0;
-  for (; row + 4 <= r.key_width; row += 4) read_rows<4>(r.state + row * width, width, r.k + row, r.q + row, known, read);
+  for (; row + 4 <= r.key_width; row += 4) {
+    prefetch_rows(r.next ? r.next + row * width : nullptr, 4, width, 0);
+    read_rows<4>(r.state + row * width, width, r.k + row, r.q + row, known, read);
+  }
   for (; row < r.key_width; row++) read_rows<1>(r.state + row * width, width, r.k + row, r.q + row, known, read);
   Vec both = zero();
   each_vector(r.key_width, [&](int64_t i, int64_t count) { both = fma(load(r.k + i, count), load(r.q + i, count), both); });
@@ -59,6 +69,7 @@ void recur(const Recur &r) {
   });
   for (row = 0; row < r.key_width; row++) {
     float *at = r.state + row * width;
+    prefetch_rows(r.next ? r.next + row * width : nullptr, 1, width, 1);
     const Vec k = set1(r.k[row]);
     each_vector(width, [&](int64_t i, int64_t count) {
       store(at + i, fma(k, load(known + i, count), decay * load(at + i, count)), count);

@@ -5,7 +5,8 @@
 namespace oddrank {
 
 // Calls work(context, i) for every i < pieces, on the calling thread and up to threads - 1 others, and returns when all
-// are done. The others run where the system lets the process that starts them. Where the others are busy with another caller's work the calling thread does it alone.
+// are done; pieces near each other mostly on the same thread. The others run where the system lets the process that starts
+// them. Where the others are busy with another caller's work the calling thread does it alone.
 void share(int threads, int64_t pieces, void (*work)(void *, int64_t), void *context);
 
 }  // namespace oddrank

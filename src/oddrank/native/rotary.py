@@ -61,7 +61,7 @@ def cache_heads(
     """
     row, q_head, _ = q.stride()
     kv_row, kv_head, _ = kv.stride()
-    assert row == kv_row or len(q) == 1  # of one row a stride means nothing
+    assert row == kv_row or len(q) <= 1
     kv_heads, start = kv.shape[1] // 2, kv.data_ptr()
     cos, sin, places = rotary
     q_weight, k_weight, eps = norms or (None, None, 0.0)

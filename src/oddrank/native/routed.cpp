@@ -48,10 +48,11 @@ struct Layer {
   std::vector<int64_t> tokens;  // of each pair
   std::vector<float> weights;
   std::vector<Piece> pieces;
-  const uint8_t *x;  // arranged, [tokens, x_bytes]
-  uint8_t *inner;    // arranged, [pairs, inner_bytes]
+  std::vector<const uint8_t *> x;      // of each pair, arranged
+  std::vector<const uint8_t *> inner;  // likewise
+  uint8_t *inner_memory;               // [pairs, inner_bytes]
   float *gates, *ups, *terms;
-  int64_t x_bytes, inner_bytes;
+  int64_t inner_bytes;
 
   void cut(int64_t rows, int64_t row_bytes) {
     pieces.clear();
@@ -64,20 +65,12 @@ struct Layer {
 
 float silu(float v) { return v / (1.0f + std::exp(-v)); }
 
-thread_local Scratch own_x;
-
 void gate_up(void *context, int64_t i) {
   const Layer &l = *static_cast<Layer *>(context);
   const Piece &p = l.pieces[size_t(i)];
   const Routed &r = l.routed[size_t(p.routed)];
   const int64_t m = r.end - r.begin;
-  const uint8_t *x = l.x + l.tokens[size_t(r.begin)] * l.x_bytes;
-  if (m > 1) {
-    uint8_t *gathered = reinterpret_cast<uint8_t *>(own_x.floats(m * l.x_bytes / 4));
-    for (int64_t b = 0; b < m; b++)
-      std::memcpy(gathered + b * l.x_bytes, l.x + l.tokens[size_t(r.begin + b)] * l.x_bytes, size_t(l.x_bytes));
-    x = gathered;
-  }
+  const uint8_t *const *x = l.x.data() + r.begin;
   float *gates = l.gates + r.begin * l.width, *ups = l.ups + r.begin * l.width;
   l.level->multiply(l.gate[r.expert], x, m, p.begin, p.end, gates + p.begin, l.width);
   l.level->multiply(l.up[r.expert], x, m, p.begin + l.up_row, p.end + l.up_row, ups + p.begin, l.width);
@@ -90,7 +83,7 @@ void gate_up(void *context, int64_t i) {
 
 void arrange_inner(void *context, int64_t pair) {
   const Layer &l = *static_cast<Layer *>(context);
-  l.level->arrange(l.down[0], l.gates + pair * l.width, 1, l.width, l.inner + pair * l.inner_bytes);
+  l.level->arrange(l.down[0], l.gates + pair * l.width, 1, l.width, l.inner_memory + pair * l.inner_bytes);
 }
 
 void down(void *context, int64_t i) {
@@ -99,7 +92,7 @@ void down(void *context, int64_t i) {
   const Routed &r = l.routed[size_t(p.routed)];
   const int64_t m = r.end - r.begin;
   float *terms = l.terms + r.begin * l.hidden;
-  l.level->multiply(l.down[r.expert], l.inner + r.begin * l.inner_bytes, m, p.begin, p.end, terms + p.begin, l.hidden);
+  l.level->multiply(l.down[r.expert], l.inner.data() + r.begin, m, p.begin, p.end, terms + p.begin, l.hidden);
   for (int64_t b = 0; b < m; b++)
     for (int64_t row = p.begin; row < p.end; row++) terms[b * l.hidden + row] *= l.weights[size_t(r.begin + b)];
 }
@@ -117,32 +110,35 @@ extern "C" void oddrank_experts(const ExpertsArguments *arguments) {
   if (!a.tokens || !a.k) return;
   const Level *level = level_in_use();
   const int64_t pairs = a.tokens * a.k;
-  Layer l = {level, a.gate, a.up, a.down, a.up_row, a.width, a.hidden, {}, {}, {}, {}, nullptr, nullptr,
-             nullptr, nullptr, nullptr, 0, 0};
+  Layer l = {level, a.gate, a.up, a.down, a.up_row, a.width, a.hidden, {}, {}, {}, {}, {}, {},
+             nullptr, nullptr, nullptr, nullptr, 0};
   std::vector<int64_t> at(size_t(a.experts) + 1, 0);  // a sort by counting
   for (int64_t i = 0; i < pairs; i++) at[size_t(a.ids[i]) + 1]++;
   for (int64_t e = 0; e < a.experts; e++) {
     if (at[size_t(e) + 1]) l.routed.push_back({e, at[size_t(e)], at[size_t(e)] + at[size_t(e) + 1]});
     at[size_t(e) + 1] += at[size_t(e)];
   }
+  const int64_t x_bytes = level->arranged(a.gate[0]);
+  uint8_t *arranged = reinterpret_cast<uint8_t *>(x_memory.floats(a.tokens * x_bytes / 4));
+  level->arrange(a.gate[0], a.x, a.tokens, a.hidden, arranged);
+  l.inner_bytes = level->arranged(a.down[0]);
+  float *own = memory.floats(pairs * (l.inner_bytes / 4 + 2 * a.width + a.hidden));
+  l.inner_memory = reinterpret_cast<uint8_t *>(own);  // first: it must be aligned
+  l.gates = own + pairs * l.inner_bytes / 4;
+  l.ups = l.gates + pairs * a.width;
+  l.terms = l.ups + pairs * a.width;
+
   l.tokens.resize(size_t(pairs));
+  l.x.resize(size_t(pairs));
+  l.inner.resize(size_t(pairs));
   l.weights.resize(size_t(pairs));
   for (int64_t i = 0; i < pairs; i++) {
     const int64_t pair = at[size_t(a.ids[i])]++;
     l.tokens[size_t(pair)] = i / a.k;
     l.weights[size_t(pair)] = a.weights[i];
+    l.x[size_t(pair)] = arranged + i / a.k * x_bytes;
+    l.inner[size_t(pair)] = l.inner_memory + pair * l.inner_bytes;
   }
-
-  l.x_bytes = level->arranged(a.gate[0]);
-  l.inner_bytes = level->arranged(a.down[0]);
-  uint8_t *arranged = reinterpret_cast<uint8_t *>(x_memory.floats(a.tokens * l.x_bytes / 4));
-  level->arrange(a.gate[0], a.x, a.tokens, a.hidden, arranged);
-  l.x = arranged;
-  float *own = memory.floats(pairs * (l.inner_bytes / 4 + 2 * a.width + a.hidden));
-  l.inner = reinterpret_cast<uint8_t *>(own);  // first: it must be aligned
-  l.gates = own + pairs * l.inner_bytes / 4;
-  l.ups = l.gates + pairs * a.width;
-  l.terms = l.ups + pairs * a.width;
 
   l.cut(a.width, 2 * a.gate[0].row_bytes);
   share(a.threads, int64_t(l.pieces.size()), gate_up, &l);

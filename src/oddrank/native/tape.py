@@ -76,6 +76,8 @@ class Tape:
     def __init__(self, library: Library, blocks: Blocks) -> None:
         self.names: list[str] = []
         """Of the operations, a call each."""
+        self.nanoseconds: np.ndarray[Any, np.dtype[np.int64]] | None = None
+        """int64 [calls]; replays add to it what each call takes. None: they don't look at the clock."""
         self._blocks = blocks
         self._kept: list[object] = []
         self._made: list[tuple[int, int]] = []
@@ -94,12 +96,11 @@ class Tape:
         # What lies in a block must not be kept: the block has to serve again, as it will in a replay.
         self._kept += [arguments, *(k for k in kept if not (isinstance(k, Tensor) and self._blocks.holds(k)))]
 
-    def replay(self, nanoseconds: "np.ndarray[Any, np.dtype[np.int64]] | None" = None) -> bool:
-        """Make the calls again. False where one failed, and those after it were not made. nanoseconds: [calls], what
-        each takes is added."""
+    def replay(self) -> bool:
+        """Make the calls again. False where one failed, and those after it were not made."""
         if self._calls is None:
             self._calls = (_Call * len(self._made))(*(_Call(*made) for made in self._made))
-        profile = None if nanoseconds is None else nanoseconds.ctypes.data
+        profile = None if self.nanoseconds is None else self.nanoseconds.ctypes.data
         done: int = self._replay(ctypes.addressof(self._calls), len(self._made), profile)
         return done == len(self._made)
 
@@ -138,7 +139,7 @@ class _OnlyMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording, self._blocks = recording, blocks
 
-    def __torch_dispatch__(
+    def _see(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -156,6 +157,11 @@ class _OnlyMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _stray(self, function: Any, result: Any) -> Any:
         self._recording.refuse(str(function))
         return result
+
+
+# Set after the class is made, or torch would wrap it to keep its compiler out, and import the compiler for that: a
+# second, and a hundred megabytes a rank.
+_OnlyMemory.__torch_dispatch__ = _OnlyMemory._see  # type: ignore[assignment, method-assign]
 
 
 def _shares(source: Tensor, result: Any) -> bool:

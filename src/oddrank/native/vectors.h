@@ -160,11 +160,26 @@ inline Vec exponential(Vec x) {
 
 inline Vec sigmoid(Vec x) { return set1(1.0f) / (set1(1.0f) + exponential(-x)); }
 
+inline float larger(float a, float b) { return b > a ? b : a; }
 inline float largest(Vec v) {
-  float most = v[0];
-  for (int i = 1; i < WIDTH; i++) most = v[i] > most ? v[i] : most;
-  return most;
+  float half[WIDTH];
+  store(half, v);
+  for (int n = WIDTH / 2; n; n /= 2)
+    for (int i = 0; i < n; i++) half[i] = larger(half[i], half[i + n]);
+  return half[0];
 }
+
+// A number that a function is compiled for.
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+constexpr int LITTLE = 0;
+#else
+constexpr int LITTLE = 1;
+#endif
 
 // Calls f(i, count) for every vector of n numbers: count is WIDTH, and what is left for the last.
 template <class F>

@@ -4,6 +4,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from oddrank.runtime.request import Completion, Sampling, Timings
 from oddrank.runtime.sampling import Sampler
 from oddrank.runtime.step import Step
 from oddrank.runtime.threads import torch_threads
+
+if TYPE_CHECKING:
+    from oddrank.gpu.graphs import GraphSteps
 
 _THREADED_CACHE = 1 << 20
 """Elements of a layer's keys from which attention is worth more than one thread."""
@@ -37,11 +41,20 @@ class _Sequence:
         self.finish = ""
 
 
+def _steps(model: Llama, record: bool) -> "DecodeSteps | GraphSteps":
+    if model.group.device.type != "cuda":
+        return DecodeSteps(model, record)
+    from oddrank.gpu.graphs import GraphSteps
+
+    return GraphSteps(model, record)
+
+
 class Engine:
     """Runs one rank of a model. Ranks of a group call `generate` with the same arguments at the same time.
 
     eos: tokens that end a sequence. slots: sequences decoded together at most. chunk: prompt tokens that one
-    prefill step takes at most. record: whether decode steps are recorded and replayed where they can be (recorded.py);
+    prefill step takes at most. record: whether decode steps are recorded and replayed where they can be (recorded.py;
+    gpu/graphs.py);
     ODDRANK_RECORD=0 in the environment says no for all.
     """
 
@@ -53,7 +66,7 @@ class Engine:
                 raise OddrankError(f"{name} is {value} and must be at least 1.")
         self.model, self.eos, self.slots, self.chunk = model, frozenset(eos), slots, chunk
         self.prepare_seconds = prepare(model)
-        self.steps = DecodeSteps(model, record and os.environ.get(RECORD, "1") != "0")
+        self.steps = _steps(model, record and os.environ.get(RECORD, "1") != "0")
         self._cache: KVCache | None = None
         self.timings = Timings(prepare_seconds=self.prepare_seconds)
 

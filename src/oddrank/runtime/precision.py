@@ -36,6 +36,11 @@ class Precision(msgspec.Struct, frozen=True):
     activations: torch.dtype
     cache: torch.dtype
 
+    @property
+    def exact(self) -> bool:
+        """Whether kernels round products in fp32 only; else x may be rounded, finer than bf16 would."""
+        return self.weights.itemsize >= 4
+
     @classmethod
     def of(cls, name: str, device: torch.device | str = "cpu", cache: str | None = None) -> "Precision":
         """The types for "bf16", "fp16", "fp32" or "fp64" (or torch's names for them). `cache`: another type

@@ -152,7 +152,7 @@ class DecodeSteps:
         model, n, step = self.model, len(tokens), self._step(tokens, past, slots, cache)
         inputs = _Inputs(n, model.config.hidden, model.precision.activations)
         inputs.set(tokens, past, slots)
-        step.tokens, step.positions, step.slots = inputs.tokens, inputs.positions, inputs.slots
+        step.tokens, step.positions, step.order = inputs.tokens, inputs.positions, inputs.slots
         cache.begin(step)
         before = _collectives(model)
         with Recording(found, self._blocks) as recording:

@@ -1,6 +1,7 @@
 """One forward pass over a batch: which tokens, of which sequences, at which positions."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -25,14 +26,17 @@ class Segment(NamedTuple):
 class Step:
     """Tokens of all sequences laid end to end, without padding.
 
-    tokens, positions: int64 [tokens]. decode: one token of each of the sequences in slots 0, 1, 2, ..., or in `slots`,
+    tokens, positions: int64 [tokens]. decode: one token of each of the sequences in slots 0, 1, 2, ..., or in `order`,
     int64 [sequences], which only compiled operations take.
+    static: `positions` alone says how long the sequences are, when the step runs.
     """
 
-    def __init__(self, tokens: Tensor, segments: Sequence[Segment], slots: Tensor | None = None) -> None:
-        self.tokens, self.slots = tokens, slots
+    static = False
+
+    def __init__(self, tokens: Tensor, segments: Sequence[Segment], order: Tensor | None = None) -> None:
+        self.tokens, self.order = tokens, order
         self.segments = tuple(segments)
-        self.decode = (slots is not None or self.in_order) and all(s.stop - s.start == 1 for s in self.segments)
+        self.decode = (order is not None or self.in_order) and all(s.stop - s.start == 1 for s in self.segments)
         if self.decode:
             self.positions = torch.tensor([s.past for s in self.segments], device=tokens.device)
         else:
@@ -41,7 +45,7 @@ class Step:
         self.longest = max(s.length for s in self.segments)
         self.uniform = all(s.length == self.longest for s in self.segments)
         self.sequences = [(s.stop - s.start, s.length) for s in self.segments]
-        self.views: dict[int | None, Any] = {}
+        self.views: dict[Any, Any] = {}
         """What the cache keeps for the step, by attention window."""
         self._masks: dict[tuple[int | None, int | None, torch.dtype], Tensor] = {}
 
@@ -54,6 +58,18 @@ class Step:
     def last(self) -> Tensor:
         """Where each sequence's last token lies in the step, int64 [sequences]."""
         return torch.tensor([s.stop - 1 for s in self.segments], device=self.tokens.device)
+
+    @cached_property
+    def spans(self) -> Tensor:
+        """Every sequence's slot, first token in the step, tokens in the step, tokens before them: int64 [sequences,
+        4]."""
+        rows = [(s.slot, s.start, s.stop - s.start, s.past) for s in self.segments]
+        return torch.tensor(rows, device=self.tokens.device)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Every token's slot, int64 [tokens]."""
+        return torch.repeat_interleave(self.spans[:, 0], self.spans[:, 2])
 
     @classmethod
     def of(cls, sequences: Sequence[tuple[int, Sequence[int], int]], device: torch.device | str) -> "Step":

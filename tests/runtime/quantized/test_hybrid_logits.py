@@ -25,6 +25,7 @@ from runtime.quantized.hybrids import (
 from oddrank.planner import make_plan
 from oddrank.runtime.engine import Engine
 from oddrank.runtime.generate import Session
+from oddrank.runtime.layers.residual import Residual
 from oddrank.runtime.models import Llama
 from oddrank.runtime.models.llama import full_logits
 from oddrank.runtime.request import Sampling
@@ -200,7 +201,7 @@ def test_two_reduces_a_layer_whatever_is_in_it(family: str, tp: int) -> None:
             per_layer = []
             for layer in model.layers:
                 layer_before = counts.total
-                h = torch.zeros(len(tokens), model.config.hidden, dtype=torch.float64)
+                h = Residual(torch.zeros(len(tokens), model.config.hidden, dtype=torch.float64))
                 step = Step.of([(0, tokens, past)], "cpu")
                 cache.begin(step)
                 layer(h, model.rotary(step.positions, step.sequences), step, cache)

@@ -91,7 +91,7 @@ def on_ranks(family: str, fmt: str, made: Plan, work: Any, dtype: str) -> list[A
 @pytest.mark.parametrize(("family", "fmt"), CASES)
 def test_logits_of_transformers(family: str, fmt: str, tp: int) -> None:
     """A prompt in two chunks, then cached steps; in fp32, and in bf16 (weights as stored and prepared, activations in
-    fp32)."""
+    fp32, which kernels may round finer than bf16)."""
 
     def work(model: Llama) -> torch.Tensor:
         prepare(model)
@@ -106,7 +106,7 @@ def test_logits_of_transformers(family: str, fmt: str, tp: int) -> None:
     for dtype in ("fp32", "bf16") if tp == 2 else ("fp32",):
         for logits in on_ranks(family, fmt, plan(family, fmt, tp), work, dtype):
             assert logits.dtype == torch.float32
-            assert distance(logits.double(), want) < 1e-4
+            assert distance(logits.double(), want) < (1e-4 if dtype == "fp32" else 1e-3)
 
 
 @pytest.mark.parametrize(("family", "fmt"), CASES)

@@ -6,7 +6,7 @@ One file each: resident, offload, cpu, hybrid. All compute an expert by the same
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from oddrank.native import NativeExperts
 from oddrank.runtime.experts.bank import BankLayout, LayerBanks
 from oddrank.runtime.experts.kernel import Batch, ExpertKernel, Routed
 from oddrank.runtime.experts.share import ExpertShare
+
+if TYPE_CHECKING:
+    from oddrank.gpu.experts import GpuExperts
 
 Terms = Iterator[tuple[Routed, Tensor]]
 """Every expert's weighted output for its tokens, on the device, in the order of the batch's experts."""
@@ -30,8 +33,8 @@ class Layer(NamedTuple):
 
 
 class Compiled:
-    """A layer's sums by the compiled kernel, where it takes the banks and the device is the CPU. The kernel is made
-    when it is first asked for."""
+    """A layer's sums by the compiled kernel, or by Triton's where banks and x are on a GPU, if it takes the banks. The
+    kernel is made when it is first asked for."""
 
     def __init__(self, layer: Layer, share: ExpertShare) -> None:
         self._layer, self._threads = layer, share.threads
@@ -43,7 +46,20 @@ class Compiled:
         banks = self._layer.banks
         return self._layer.kernel.native(banks.gate_up.tensors, banks.down.tensors)
 
+    @cached_property
+    def _gpu(self) -> "GpuExperts | None":
+        from oddrank.gpu import experts_for
+
+        banks, kernel = self._layer.banks, self._layer.kernel
+        if not all(tensor.is_cuda for tensor in banks.tensors()):
+            return None
+        return experts_for(
+            (kernel.gate_up, banks.gate_up.tensors), (kernel.down, banks.down.tensors), kernel.activation
+        )
+
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor | None:
+        if x.is_cuda:
+            return None if self._gpu is None or not self._gpu.takes(x.dtype) else self._gpu(x, weights, ids)
         if x.dtype == torch.float64 or self._native is None:
             return None
         return self._native(x, weights, ids, self._threads)
@@ -65,7 +81,8 @@ class Backend(ABC):
     def terms(self, batch: Batch) -> Terms: ...
 
     def whole(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor | None:
-        """The sum for a batch at once, in fp32, with the bits that adding up `terms` gives; None where it cannot."""
+        """The sum for a batch at once; on a CPU in fp32, with the bits that adding up `terms` gives. None where it
+        cannot."""
         return None
 
     def nbytes(self) -> int:

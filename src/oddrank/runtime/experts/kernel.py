@@ -61,11 +61,13 @@ def route(x: Tensor, weights: Tensor, ids: Tensor) -> Batch:
 
 
 class ExpertKernel(NamedTuple):
-    """What it takes to compute one expert: how its two matrices are stored, and the activation between them."""
+    """What it takes to compute one expert: how its two matrices are stored, and the activation between them. exact: see
+    NativeMatrix."""
 
     gate_up: Decoder
     down: Decoder
     activation: Activation
+    exact: bool = True
 
     def term(self, batch: Batch, routed: Routed, gate_up: Stored, down: Stored) -> Tensor:
         """One expert's weighted output for its tokens, [n, hidden], on the device of the stored parts."""
@@ -84,7 +86,7 @@ class ExpertKernel(NamedTuple):
     def native(self, gate_up: Stored, down: Stored) -> NativeExperts | None:
         """The compiled kernel for a layer's banks, parts [experts, sections, ...]; None where it does not take them. It
         adds an expert's terms up as `add_up` does, to the same bits."""
-        return native_experts((self.gate_up, gate_up), (self.down, down), self.activation)
+        return native_experts((self.gate_up, gate_up), (self.down, down), self.activation, self.exact)
 
 
 def _alone(stored: Stored) -> Stored:

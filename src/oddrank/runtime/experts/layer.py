@@ -37,7 +37,8 @@ class Experts(Module):
         share: ExpertShare,
     ) -> None:
         """name: what the experts' tensors begin with ("...mlp.experts"), stacked or one by one. width: this rank's of
-        each expert. weights: dense weights stored wider than this are held in it.
+        each expert. weights: dense weights stored wider than this are held in it; where it has 32 bits or
+        more the compiled kernels are exact (see Precision).
 
         OddrankError where the experts are not stored alike, or the backend asked for cannot take them.
         """
@@ -56,7 +57,7 @@ class Experts(Module):
         )
         require(share.options.kind, self.layouts)
         share.add(self.layouts)
-        self._kernel = ExpertKernel(self.layouts[0].decoder, self.layouts[1].decoder, activation)
+        self._kernel = ExpertKernel(self.layouts[0].decoder, self.layouts[1].decoder, activation, weights.itemsize >= 4)
         self._host: LayerBanks | None = None
         self._device: LayerBanks | None = None
         self._backend: Backend | None = None

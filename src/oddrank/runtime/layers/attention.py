@@ -8,6 +8,7 @@ from torch import Tensor
 
 from oddrank.native.attention import decode_attention
 from oddrank.native.operations import compiled
+from oddrank.native.prefill import prefill_attention
 from oddrank.native.rotary import cache_heads
 from oddrank.runtime.cache import KVCache
 from oddrank.runtime.layers.module import Module
@@ -69,7 +70,7 @@ class Attention:
         # A group's queries are the rows of one small matrix against its keys, so that keys are read once and never
         # repeated.
         grouped = q if heads.members is None else q.index_select(1, heads.members)
-        if len(step.segments) > 1 or cache.half:
+        if len(step.segments) > 1 or cache.half or step.static:
             out = self._decode(grouped, kv, step, cache)
         else:
             # The same in three small products, which cost less to start than the fused one.
@@ -83,6 +84,12 @@ class Attention:
         """All sequences at once; shorter ones mask what lies past their end."""
         buffer, heads, n = cache.layer(self.layer), self.heads, len(step.segments)
         buffer[torch.arange(n, device=kv.device), :, step.positions] = kv.to(buffer.dtype)
+        if kv.is_cuda:
+            from oddrank.gpu.attention import decode
+
+            paged = decode(grouped, step, cache, self.layer, self.scale, self.window)
+            if paged is not None:
+                return paged
         first = step.first_key(self.window)
         keys = buffer[:n, : heads.kv_heads, first : step.longest]
         values = buffer[:n, heads.kv_heads :, first : step.longest]
@@ -128,24 +135,31 @@ class RotaryAttention(Module):
     ) -> Tensor:
         tokens, heads, kv_heads = q.shape[0], self.attention.heads, kv.shape[1] // 2
         library = compiled(q)
-        if library is not None and step.decode and heads.q_heads and cache.dtype.itemsize <= 4:
+        if library is not None and heads.q_heads and cache.dtype.itemsize <= 4:
             pages = cache.pages(self.attention.layer)
             norms = None
             if self.q_norm is not None and self.k_norm is not None:
                 norms = self.q_norm.gain(), self.k_norm.gain(), self.q_norm.eps
+            slots, threads = (step.order, 1) if step.decode else (step.slots, self._threads)
             cache_heads(
-                library, q, kv, pages, (*rotary.table, rotary.places), step.positions, slots=step.slots, norms=norms
-            )
-            return decode_attention(
-                library, q, pages, step.positions, heads.starts, heads.queries, self.attention.scale,
-                window=self.attention.window, gate=gate, slots=step.slots, threads=self._threads,
+                library, q, kv, pages, (*rotary.table, rotary.places), step.positions,
+                slots=slots, norms=norms, threads=threads,
             )  # fmt: skip
+            readers, scale, window = (heads.starts, heads.queries), self.attention.scale, self.attention.window
+            if step.decode:
+                return decode_attention(
+                    library, q, pages, step.positions, *readers, scale, window=window, gate=gate, slots=step.order,
+                    threads=self._threads,
+                )  # fmt: skip
+            return prefill_attention(
+                library, q, pages, step.spans, *readers, scale, window=window, gate=gate, threads=self._threads
+            )
         k = kv.narrow(1, 0, kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
             q.copy_(self.q_norm(q))
             k.copy_(self.k_norm(k))
-        rotary.apply_(q)
-        rotary.apply_(k)
+        rotary.apply_(q, self._threads)
+        rotary.apply_(k, self._threads)
         out = self.attention(q, kv, step, cache)
         if gate is not None:
             out = out * torch.sigmoid(gate)

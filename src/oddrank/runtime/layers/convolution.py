@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
+from oddrank.native.operations import compiled
+from oddrank.native.prefill import prefill_convolution
 from oddrank.runtime.layers.module import Module, Parameter
 from oddrank.runtime.step import Step
 
@@ -16,6 +18,9 @@ class ShortConvolution(Module):
         self.kernel = kernel
         self._taps: Tensor | None = None
 
+    def prepare(self, threads: int) -> None:
+        _ = self.taps
+
     @property
     def taps(self) -> Tensor:
         """[kernel, channels], dense; made once."""
@@ -23,8 +28,11 @@ class ShortConvolution(Module):
             self._taps = self.weight.data.squeeze(1).t().contiguous()
         return self._taps
 
-    def __call__(self, x: Tensor, step: Step, state: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, step: Step, state: Tensor, threads: int = 1) -> Tensor:
         """x [tokens, channels]; state [slots, kernel - 1, channels], each slot's last inputs, updated in place."""
+        library = compiled(x)
+        if library is not None and not step.decode and state.dtype == x.dtype:
+            return prefill_convolution(library, x, self.taps, state, step.spans, threads)
         taps = self.weight.data.squeeze(1)
         if step.decode:
             seen = torch.cat([state[: len(x)], x.unsqueeze(1)], 1)

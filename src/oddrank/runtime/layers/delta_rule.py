@@ -57,15 +57,21 @@ class GatedDeltaRule(Module):
         if library is not None and step.decode:
             return delta_step(
                 library, (qkv, z, b, a), self.conv1d.taps, (inputs, memory), self.A_log.data, self.dt_bias.data,
-                self.norm.gain(), self.partner, self.norm.eps, UNIT_EPS, self._threads, step.slots,
+                self.norm.gain(), self.partner, self.norm.eps, UNIT_EPS, self._threads, step.order,
             )  # fmt: skip
         assert not step.decode or step.in_order
         tokens, wide = len(qkv), memory.dtype
-        q, k, v = torch.split_with_sizes(self.conv1d(qkv, step, inputs).to(wide), self.sections, -1)
+        q, k, v = torch.split_with_sizes(self.conv1d(qkv, step, inputs, self._threads).to(wide), self.sections, -1)
         q, k = (unit(t.view(tokens, self.k_heads, -1)).index_select(1, self.partner) for t in (q, k))
         v = v.view(tokens, self.v_heads, -1)
         decay = -self.A_log.data.exp() * F.softplus(a.to(wide) + self.dt_bias.data)
-        out = self._read(q * self.key_width**-0.5, k, v, decay, torch.sigmoid(b.to(wide)), step, memory)
+        q, beta = q * self.key_width**-0.5, torch.sigmoid(b.to(wide))
+        found: Tensor | None = None
+        if qkv.is_cuda:
+            from oddrank.gpu.delta import read
+
+            found = read(q, k, v, decay, beta, step, memory, qkv.dtype)
+        out = self._read(q, k, v, decay, beta, step, memory) if found is None else found
         out = self.norm(out) * F.silu(z.view(out.shape).to(wide))
         return out.view(tokens, -1).to(qkv.dtype)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
-from oddrank.native import NativeMatrix, native_matrix
+from oddrank.native import NativeMatrix, library, native_matrix
 from oddrank.native.dense32 import ROWS, linear_f32
 from oddrank.native.operations import compiled
 from oddrank.runtime.formats import decoder
@@ -76,7 +76,9 @@ class DenseFormat:
         weight = Parameter([(f"{part.name}.weight", part.rows) for part in parts], (k,), weights)
         if weights == activations:
             return DenseWeight(weight)
-        return HalfPackedWeight(weight) if half_packing_works() else NarrowWeight(weight)
+        if library() is None and half_packing_works():
+            return HalfPackedWeight(weight)
+        return NarrowWeight(weight)
 
 
 class DenseWeight(LinearWeight):

@@ -77,6 +77,10 @@ class UnitOffsetRMSNorm(RMSNorm):
 
     _sum: Tensor | None = None
 
+    def prepare(self, threads: int) -> None:
+        super().prepare(threads)
+        self.gain()
+
     def _held_in(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if dtype in _HALF else dtype
 

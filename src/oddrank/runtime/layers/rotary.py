@@ -40,12 +40,12 @@ class Rotary:
         """[tokens, 1, rotated channels]"""
         return self.table[1].index_select(0, self.places).unsqueeze(1)
 
-    def apply_(self, x: Tensor) -> Tensor:
+    def apply_(self, x: Tensor, threads: int = 1) -> Tensor:
         """Rotate x [tokens, heads, head_dim] in place: x * cos + rotate_half(x) * sin. Of heads wider than the
         rotation the first channels."""
         library = compiled(x)
         if library is not None and x.stride(-1) == 1:
-            return rotate_(library, x, *self.table, self.places)
+            return rotate_(library, x, *self.table, self.places, threads)
         if x.shape[-1] != 2 * self.half:
             x = x[..., : 2 * self.half]
         swapped = torch.roll(x, self.half, -1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from oddrank.runtime.layers.vocab import DenseTable, TableWeight
 from oddrank.runtime.precision import Precision
 from oddrank.runtime.threads import torch_threads
 from oddrank.transform.slice import StoredMatrix
+
+if TYPE_CHECKING:
+    from oddrank.gpu.linear import GpuLinear
 
 
 class Storage(Protocol):
@@ -40,28 +43,32 @@ class StoredFormat:
                 together = list(run)
                 weights.append((self._dense.linear(together, k), sum(part.rows for part in together)))
             else:
-                weights += [(StoredWeight(self.storage, part.name, part.rows, k), part.rows) for part in run]
+                weights += [(self._stored(part.name, part.rows, k), part.rows) for part in run]
         return weights[0][0] if len(weights) == 1 else StackedWeight(weights)
 
     def table(self, name: str, rows: int, k: int) -> TableWeight:
         """A matrix of `rows` rows that is also looked up in."""
         if self._is_dense(name):
             return DenseTable(name, rows, k, self.precision)
-        return StoredWeight(self.storage, name, rows, k, self.precision.activations)
+        return self._stored(name, rows, k)
+
+    def _stored(self, name: str, rows: int, k: int) -> "StoredWeight":
+        precision = self.precision
+        return StoredWeight(self.storage, name, rows, k, precision.activations, exact=precision.exact)
 
     def _is_dense(self, name: str) -> bool:
         return self.storage.matrix(name).format == "dense"
 
 
 class StoredWeight(TableWeight):
-    """A matrix [n, k] held as stored and decoded as it is multiplied: by the compiled kernels once prepared, where they
-    take it, else by the decoder, tile by tile. The decoder alone multiplies in float64.
+    """A matrix [n, k] held as stored and decoded as it is multiplied: by the compiled kernels once prepared, on a GPU
+    by Triton's, where they take it, else by the decoder, tile by tile. The decoder alone multiplies in float64.
 
-    looked_up: the type of the rows that `take` gives.
+    looked_up: the type of the rows that `take` gives. exact: see NativeMatrix.
     """
 
     def __init__(
-        self, storage: Storage, name: str, n: int, k: int, looked_up: torch.dtype = torch.float32
+        self, storage: Storage, name: str, n: int, k: int, looked_up: torch.dtype = torch.float32, *, exact: bool = True
     ) -> None:
         matrix = storage.matrix(name)
         self.decoder, self.suffixes = decoder(matrix.format, matrix.blocks), tuple(matrix.names)
@@ -69,14 +76,19 @@ class StoredWeight(TableWeight):
             _held(stored, storage.dtype(stored), self.decoder.shape(suffix, n, k))
             for suffix, stored in matrix.names.items()
         ]
-        self.looked_up, self._elements = looked_up, n * k
+        self.looked_up, self._elements, self._exact = looked_up, n * k, exact
         self._threads: int | None = None
         self._native: NativeMatrix | None = None
+        self._gpu: GpuLinear | None = None
         self._available = 1
 
     def prepare(self, threads: int) -> None:
         self._threads = threads if self._elements >= THREADED_ELEMENTS else 1
-        self._native, self._available = native_matrix(self.decoder, self._stored()), threads
+        if self.parts[0].data.is_cuda:
+            from oddrank.gpu import linear_for
+
+            self._gpu = linear_for(self.decoder, self._stored())
+        self._native, self._available = native_matrix(self.decoder, self._stored(), self._exact), threads
 
     @property
     def native(self) -> NativeMatrix | None:
@@ -85,6 +97,8 @@ class StoredWeight(TableWeight):
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._native is not None and x.dtype != torch.float64:
             return self._native.linear(x, bias, self._native.threads(x, self._available))
+        if self._gpu is not None and x.dtype != torch.float64:
+            return self._gpu(x, bias)
         with torch_threads(self._threads or torch.get_num_threads()):
             return self.decoder.linear(x, self._stored(), bias)
 

@@ -9,6 +9,8 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
 from oddrank.errors import OddrankError
+from oddrank.native.compiled import library
+from oddrank.native.embedding import TABLES, take_rows
 from oddrank.runtime.layers.kernels import LinearWeight, NarrowWeight, Rows, WeightFormat, dense_product
 from oddrank.runtime.layers.module import Module, Parameter
 from oddrank.runtime.parallel.group import Columns, Group
@@ -25,6 +27,11 @@ class TableWeight(LinearWeight):
     def take(self, rows: Tensor) -> Tensor:
         """int64 [n] -> [n, K], in the activations' type."""
         raise NotImplementedError
+
+    def take_tokens(self, tokens: Tensor, row: Tensor | None) -> Tensor | None:
+        """The same for tokens, of which `row` (int32) says in what row each is, -1 for nowhere: zeros. None: each is in
+        the row of its number. As one compiled operation; None where there is none for the table."""
+        return None
 
 
 class DenseTable(TableWeight):
@@ -46,6 +53,12 @@ class DenseTable(TableWeight):
 
     def take(self, rows: Tensor) -> Tensor:
         return F.embedding(rows, self.weight.data).to(self.dtype)
+
+    def take_tokens(self, tokens: Tensor, row: Tensor | None) -> Tensor | None:
+        table, found = self.weight.data, library()
+        if found is None or self.dtype != torch.float32 or table.dtype not in TABLES or not tokens.is_cpu:
+            return None
+        return take_rows(found, table, tokens, row)
 
 
 class TableFormat(Protocol):
@@ -81,6 +94,9 @@ class VocabParallelEmbedding(Module):
     def __call__(self, tokens: Tensor) -> Partial:
         if len(self._row) == 0:
             return Partial.nothing((len(tokens), self.hidden), self.dtype, self.group)
+        taken = self.table.take_tokens(tokens, None if self._whole else self._row)
+        if taken is not None:
+            return Partial(taken, self.group)
         if self._whole:
             return Partial(self.table.take(tokens), self.group)
         last = len(self._row) - 1

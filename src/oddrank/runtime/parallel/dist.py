@@ -14,7 +14,7 @@ from torch import Tensor
 from oddrank.errors import OddrankError
 from oddrank.native.compiled import library
 from oddrank.runtime.parallel import shm
-from oddrank.runtime.parallel.group import Group, SoloGroup, sum_in_rank_order
+from oddrank.runtime.parallel.group import Columns, Group, SoloGroup, sum_in_rank_order
 from oddrank.runtime.parallel.peers import machine
 from oddrank.runtime.parallel.rendezvous import Meeting, StoreMeeting, meet, tcp_store
 from oddrank.runtime.topology.limits import affinity, quota
@@ -166,6 +166,17 @@ class DistributedGroup(Group):
         padded[: tensor.numel()] = tensor.reshape(-1)
         parts = self._gather_equal(padded)
         return [part[: prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    @_translated
+    def all_gather_columns(self, tensor: Tensor, columns: Columns) -> Tensor:
+        """Every rank knows the sizes: nothing is asked of the host, so a CUDA graph can hold it."""
+        self.counts.all_gather += 1
+        rows, widest = len(tensor), max(columns.widths)
+        padded = tensor.new_zeros(rows, widest)
+        padded[:, : tensor.shape[1]] = tensor
+        parts = [part.view(rows, widest) for part in self._gather_equal(padded.reshape(-1))]
+        cut = [part[:, :width] for part, width in zip(parts, columns.widths, strict=True)]
+        return columns.arrange(torch.cat(cut, -1))
 
     def _gather_equal(self, flat: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(flat) for _ in range(self.size)]

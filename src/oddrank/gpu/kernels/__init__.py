@@ -1,0 +1,1 @@
+"""The Triton kernels themselves. Triton is imported here and nowhere else."""

@@ -1,0 +1,114 @@
+"""Stored matrices as the Triton kernels take them: where the words are, and how far apart."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from oddrank.runtime.formats import Decoder
+
+DENSE, E4M3, NVFP4, MXFP4 = range(4)
+"""As in kernels/words.py."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_DIVIDES = ".weight_global_scale"
+_SHORTEST = 16
+"""Columns that a scale must cover a multiple of: what a tensor core takes at once."""
+
+
+class Strides(NamedTuple):
+    """Of one tensor of a bank, in entries: from an expert, and from a section, to the next."""
+
+    expert: int
+    section: int
+
+
+class GpuMatrix(NamedTuple):
+    """A matrix [n, k], or a bank of them [experts, sections, n, k]. values, scales: words, as bytes or floats. factor:
+    the scale of whole matrices; it divides where `divides`. Rows and scales of a row are so many entries apart.
+    block_n, block_k: what a scale covers of fp8 or MXFP4, 0 = all."""
+
+    form: int
+    values: Tensor
+    scales: Tensor
+    factor: Tensor
+    n: int
+    k: int
+    value_row: int
+    scale_row: int
+    scale_column: int
+    block_n: int
+    block_k: int
+    divides: bool
+
+    def strides(self, tensor: Tensor) -> Strides:
+        """Of a bank's tensor; zeros for a part that the format does not have."""
+        if tensor is self.values or (tensor is self.scales and self.form != DENSE) or self._has_factor(tensor):
+            return Strides(tensor.stride(0), tensor.stride(1))
+        return Strides(0, 0)
+
+    def _has_factor(self, tensor: Tensor) -> bool:
+        return tensor is self.factor and self.form == NVFP4
+
+
+def described(decoder: Decoder, stored: Mapping[str, Tensor], leading: int = 0) -> GpuMatrix | None:
+    """A stored matrix with `leading` dimensions before [n, k]; None where the kernels do not take it: views that are
+    not whole, infinite scales, scales that cover a number of columns that no tensor core takes."""
+    if any(not t.is_contiguous() for t in stored.values()):
+        return None
+    kind = decoder.name.partition("-")[0]
+    values = stored[decoder.values]
+    if values.dim() != leading + 2 or not values.numel():
+        return None
+    if kind == "dense":
+        n, k = values.shape[-2:]
+        taken = values.dtype in _FLOATS
+        return GpuMatrix(DENSE, values, values, values, n, k, k, 0, 0, 0, 0, False) if taken else None
+    if kind == "fp8":
+        return _fp8(decoder, stored, leading)
+    if kind in ("nvfp4", "mxfp4"):
+        return _four_bits(decoder, stored, NVFP4 if kind == "nvfp4" else MXFP4)
+    return None
+
+
+def _fp8(decoder: Decoder, stored: Mapping[str, Tensor], leading: int) -> GpuMatrix | None:
+    values, declared = stored[decoder.values], decoder.format.stored[1]
+    scales = stored[declared.suffix]
+    if scales.dtype not in _FLOATS or bool(scales.isinf().any()):
+        return None  # infinite times zero is not a number, element by element
+    n, k = values.shape[-2:]
+    rows, columns = decoder.blocks[declared.suffix]
+    if columns >= k:
+        columns = 0
+    if declared.shape in ("scalar", "one"):
+        row = column = rows = columns = 0
+    elif declared.shape == "n":
+        row, column, columns = 1, 0, 0
+    else:
+        row, column = scales.stride(leading), scales.stride(leading + 1)
+    if columns % _SHORTEST:
+        return None
+    return GpuMatrix(
+        E4M3, values.view(torch.uint8), scales, scales, n, k, k, row if rows else 0, column if columns else 0, rows,
+        columns, False,
+    )  # fmt: skip
+
+
+def _four_bits(decoder: Decoder, stored: Mapping[str, Tensor], form: int) -> GpuMatrix | None:
+    packed, blocks = (s.suffix for s in decoder.format.stored[:2])
+    group = 16 if form == NVFP4 else 32
+    if decoder.blocks[packed] != (1, 2) or decoder.blocks[blocks] != (1, group):
+        return None
+    values, scales = stored[packed], stored[blocks].view(torch.uint8)
+    n, width = values.shape[-2:]
+    divides, factor = False, scales
+    if form == NVFP4:
+        whole = decoder.format.stored[2].suffix
+        factor, divides = stored[whole], whole == _DIVIDES
+        if factor.dtype not in _FLOATS:
+            return None
+    return GpuMatrix(
+        form, values, scales, factor, n, 2 * width, width, scales.shape[-1], 1, 1, 0 if form == NVFP4 else group,
+        divides,
+    )  # fmt: skip
