@@ -2,8 +2,8 @@
 compiled operations. Prints JSON.
 
 Times are medians over single calls, in microseconds, of rank 0, one thread a rank; all ways are timed in the same
-processes by turns on the same tensors, fp32, which is what decoding sums. "Replayed" is the mean of 64 sums on a tape, as
-recorded decode steps do them. The ceiling of the long ones is what each rank does at least: copy its own tensor in,
+processes by turns on the same tensors, fp32, which is what decoding sums. "Replayed" is the mean of 64 sums on a tape,
+as recorded decode steps do them. The ceiling of the long ones is what each rank does at least: copy its own tensor in,
 and write a sum of two out, in memory of its own, all ranks at a time. `waiting_cpu` is the share of a core that a rank
 uses while it waits in an all-reduce for a rank that is 20 ms late.
 """
