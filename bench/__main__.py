@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from machine import describe
-from report import row
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
@@ -42,31 +41,9 @@ def run(name: str) -> dict[str, Any]:
     return report if isinstance(report, dict) else {"failed": "its JSON is not an object"}
 
 
-def rows_of(name: str, report: dict[str, Any]) -> list[dict[str, Any]]:
-    if name == "allreduce" and "rows" not in report and "two_ranks" in report:
-        return allreduce_rows(report)
+def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = report.get("rows", [])
     return rows
-
-
-def allreduce_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    made = []
-    limits = report["target"]
-    for key, ranks in (("two_ranks", 2), ("four_ranks", 4)):
-        measured = report[key]
-        for size in ("2KB", "64KB", "1MB"):
-            ours, theirs = measured[size]["oddrank_us"], measured[size]["gloo_us"]
-            judged = ranks == 2 and size == "2KB"
-            what = f"all-reduce of {size[:-2] + ' ' + size[-2:]}, {ranks} ranks"
-            against = f"{what}, against gloo"
-            if judged:
-                most, ratio = limits["2KB_us"], limits["2KB_ratio"]
-                made.append(row(what, ours, "us", ours <= most, f"<= {most:.0f} us"))
-                made.append(row(against, ours / theirs, "x", ours / theirs <= ratio, f"<= {ratio} x"))
-            else:
-                made += [row(what, ours, "us", None), row(against, ours / theirs, "x", None)]
-        made.append(row(f"core used while waiting, {ranks} ranks", measured["waiting_cpu"], "cores", None))
-    return made
 
 
 def number(value: float | None, unit: str) -> str:
@@ -90,7 +67,7 @@ def table(machine: dict[str, Any], reports: dict[str, dict[str, Any]]) -> str:
     for name, report in reports.items():
         if "failed" in report:
             lines.append(f"| {name} | not measured: {report['failed']} | | | | |")
-        for r in rows_of(name, report):
+        for r in rows_of(report):
             met = {True: "yes", False: "**no**", None: ""}[r["passed"]]
             ceiling = f"{number(r['ceiling'], r['unit'])} ({r['ceiling_is']})" if r.get("ceiling") else ""
             share = f"{r['share']:.0%}" if r.get("share") is not None else ""
@@ -143,7 +120,7 @@ def main() -> int:
     elif options.update:
         write_readme(updated(section))
     print(json.dumps({"machine": machine, "reports": reports}, indent=2) if options.json else section)
-    failed = any("failed" in r or any(x["passed"] is False for x in rows_of(n, r)) for n, r in reports.items())
+    failed = any("failed" in r or any(x["passed"] is False for x in rows_of(r)) for r in reports.values())
     return 1 if failed else 0
 
 

@@ -140,6 +140,8 @@ def main() -> int:
     for turn in range(ROUNDS + 1):
         for name, (nbytes, work) in works.items():
             a, b = seconds(work)
+            if name in ("reading", "fp32 products"):
+                time.sleep(0.05)  # torch's threads spin for milliseconds after their work, on cores that are wanted
             if turn:  # the first warms up
                 wall[name].append(a / nbytes)
                 cpu[name].append(b / nbytes)
@@ -163,13 +165,11 @@ def main() -> int:
             rows.append(row(f"{what}, against bf16", gain, "x", gain >= least, f">= {least} x"))
         gain = BATCH * ratio(f"{name}, batch {BATCH}", name)
         met, of_batch = gain >= BATCH_GAIN, f"{what}: tokens a second at batch {BATCH}, against 1"
-        if "FP4" in name:
-            rows.append(row(of_batch, gain, "x", met, f">= {BATCH_GAIN} x"))
-            continue
-        roof = statistics.median(
+        times = 2 if "FP4" in name else 1  # 16-bit integers: twice as many in a register
+        roof = times * statistics.median(
             a * each[name] / (b * N * K) for a, b in zip(wall[name], wall["fp32 products"], strict=True)
         )
-        is_ = "the same at the rate of torch's fp32 product of 1024 x 1024"
+        is_ = f"the same at {'twice ' * (times - 1)}the rate of torch's fp32 product of 1024 x 1024"
         rows.append(row(of_batch, gain, "x", met, f">= {BATCH_GAIN} x", is_, roof))
     for name in ("fp8 block", "NVFP4"):
         share = ratio(f"experts, {name}", "reading")

@@ -80,7 +80,8 @@ float product(const Matrix &a, int64_t row, const float *x) {
     for (auto &s : sums) s = zero();
     int64_t g = 0;
     for (; g + CHAINS / V <= reader.full; g += CHAINS / V) {
-      for (int u = 0; u < CHAINS / V; u++) {
+#pragma GCC unroll 8
+      for (int u = 0; u < CHAINS / V; u++) {  // unrolled, or the sums are in memory
         const uint8_t *p = reader.values + (g + u) * F::BYTES;
         const float *at = x + (g + u) * F::GROUP;
         fetch(p + AHEAD);
