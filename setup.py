@@ -1,6 +1,7 @@
 """Builds the kernels of oddrank.native where there is a C++ compiler. Without one, or where it fails, the package is
 installed all the same and computes with torch alone. Everything else is in pyproject.toml."""
 
+import hashlib
 import platform
 from pathlib import Path
 
@@ -22,14 +23,22 @@ LEVELS = {
 """Files compiled for CPUs with more features than every CPU has; which is used is decided where it runs."""
 
 
+def digest_of_sources() -> str:
+    """As oddrank.native.compiled computes it when it loads the library."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in SOURCES.iterdir() if p.suffix in (".cpp", ".h")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 class BuildKernels(build_ext):
     """A library for ctypes, not a Python module: each file has flags of its own, and the name tells no Python."""
 
     def build_extension(self, ext: Extension) -> None:
         x86 = platform.machine().lower() in ("x86_64", "amd64")
-        objects = []
+        objects, digest = [], f'-DODDRANK_SOURCES="{digest_of_sources()}"'
         for source in ext.sources:
-            flags = FLAGS + QUIET + (LEVELS.get(Path(source).stem, []) if x86 else [])
+            flags = [*FLAGS, *QUIET, digest, *(LEVELS.get(Path(source).stem, []) if x86 else [])]
             objects += self.compiler.compile(
                 [source], output_dir=self.build_temp, extra_postargs=flags, depends=ext.depends
             )

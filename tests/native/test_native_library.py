@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 from native.words import Case, sample
 
-from oddrank.native import Library, library, native_matrix
+from oddrank.native import Library, compiled, library, native_matrix
 from oddrank.native.compiled import CHOICE
 
 
@@ -47,6 +48,28 @@ def test_without_a_library(fresh: pytest.MonkeyPatch, tmp_path: Path, caplog: py
     (tmp_path / "_kernels.so").write_bytes(b"no library")
     library.cache_clear()
     assert library() is None
+
+
+def test_a_library_of_other_sources_is_not_used(
+    fresh: pytest.MonkeyPatch, kernels: Library, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After an update without an installation: arguments would be read as what they are not."""
+    native = Path(compiled.__file__).parent
+    for path in native.iterdir():
+        if path.suffix in (".cpp", ".h", ".so"):
+            shutil.copy(path, tmp_path)
+    fresh.setattr("oddrank.native.compiled._FILE", tmp_path / "_kernels.so")
+    assert library() is not None
+    with (tmp_path / "delta.cpp").open("a") as file:
+        file.write("// changed\n")
+    library.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert library() is None
+    assert "other sources" in caplog.text
+    for path in tmp_path.glob("*.[ch]*"):  # installed without its sources
+        path.unlink()
+    library.cache_clear()
+    assert library() is not None
 
 
 def test_choice(fresh: pytest.MonkeyPatch, kernels: Library) -> None:

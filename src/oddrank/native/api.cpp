@@ -4,6 +4,10 @@
 
 #include "abi.h"
 
+#ifndef ODDRANK_SOURCES
+#define ODDRANK_SOURCES ""
+#endif
+
 namespace oddrank {
 namespace {
 
@@ -39,8 +43,8 @@ using namespace oddrank;
 
 extern "C" {
 
-// Changes with the interface: the library of another version is not used.
-int32_t oddrank_version() { return 2; }
+// The digest of the sources that this was compiled from (setup.py): where the ones beside it have another it is not used.
+const char *oddrank_sources() { return ODDRANK_SOURCES; }
 
 int32_t oddrank_levels() { return LEVELS; }
 const char *oddrank_level_name(int32_t i) { return levels[i]->name; }

@@ -1,6 +1,7 @@
 """The compiled library, through ctypes."""
 
 import ctypes
+import hashlib
 import logging
 import os
 from functools import cache
@@ -10,8 +11,6 @@ from typing import Any
 import numpy as np
 
 _FILE = Path(__file__).with_name("_kernels.so")
-_VERSION = 2
-"""Of the interface; api.cpp has the same."""
 
 CHOICE = "ODDRANK_KERNELS"
 """Environment variable: "torch" for no kernels of ours, or the name of a level (see `Library.levels`)."""
@@ -20,6 +19,15 @@ FORMATS = ("bf16", "f16", "e4m3", "nvfp4", "mxfp4")
 """In the order of abi.h."""
 
 log = logging.getLogger(__name__)
+
+
+def digest_of_sources() -> str | None:
+    """Of the C++ files beside this one, as setup.py has it; None where they are not installed."""
+    files = sorted(p for p in _FILE.parent.iterdir() if p.suffix in (".cpp", ".h"))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest() if files else None
 
 
 class Matrix(ctypes.Structure):
@@ -59,7 +67,7 @@ class LinearArguments(ctypes.Structure):
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int32
 _FUNCTIONS = {
-    "version": (_INT, ()),
+    "sources": (ctypes.c_char_p, ()),
     "levels": (_INT, ()),
     "level_name": (ctypes.c_char_p, (_INT,)),
     "level_runs": (_INT, (_INT,)),
@@ -73,13 +81,15 @@ class Library:
     level: the one in use."""
 
     def __init__(self, file: Path) -> None:
-        """OSError or AttributeError where the file is not the library of this version."""
+        """OSError or AttributeError where the file is not the library of these sources: arguments of another layout
+        would be read as what they are not."""
         found = ctypes.CDLL(str(file))
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(found, f"oddrank_{name}")
             function.restype, function.argtypes = result, arguments
-        if found.oddrank_version() != _VERSION:
-            raise OSError(f"{file} is of another version")
+        sources = digest_of_sources()
+        if sources is not None and found.oddrank_sources().decode() != sources:
+            raise OSError(f"{file} was compiled from other sources than these; install oddrank again")
         self._found = found
         self._operations: dict[str, Any] = {}
         self._use = found.oddrank_use
