@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,11 +48,10 @@ def command(
     first, second = _sides((a, model_a), (b, model_b), suite_name, api, api_key, concurrency)
     found = compare(first, second, Tolerance(near_tie, max_kl))
     if html is not None:
+        from oddrank.verify.served.answers import write_whole
         from oddrank.verify.served.page import page
 
-        fresh = Path(f"{html}.{os.getpid()}.new")
-        fresh.write_text(page(first, second, found), encoding="utf-8")
-        os.replace(fresh, html)
+        write_whole(Path(html), page(first, second, found).encode())
     if as_json:
         click.echo(msgspec.json.encode(found))
     else:

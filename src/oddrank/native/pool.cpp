@@ -4,6 +4,7 @@
 // that has ended, and nobody waits for a thread that has taken nothing: on a busy machine one may not run for
 // milliseconds.
 #include "pool.h"
+#include "waiting.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -24,20 +25,6 @@ namespace {
 
 constexpr int64_t SPIN_NS = 60000;  // how long a thread without work looks for some before it sleeps: a few layers' gaps
 constexpr int YIELD_AFTER = 2000;   // pauses, before whoever waits for the last piece lets others have its core
-
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-int64_t now() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
-}
 
 constexpr int RANGES = 256;             // threads with a range of their own; more only help
 constexpr int BITS = 18;                // of a piece's number

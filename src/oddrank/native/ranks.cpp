@@ -1,4 +1,5 @@
 #include "ranks.h"
+#include "waiting.h"
 
 #if defined(__linux__)
 
@@ -23,20 +24,6 @@ constexpr int64_t SEQUENCE = 0, SIGNATURE = 1, GONE = 3;  // words of a line; a 
 constexpr int64_t SPIN_NS = 100000, ALONE_NS = 4000;  // looking, and how much of it without offering the core to others
 constexpr int YIELDS = 6;    // times a rank without a core of its own lets others run before it sleeps
 constexpr timespec NAP = {0, 50000000};  // sleep after which a rank checks that those it waits for are alive
-
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-int64_t now() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
-}
 
 // A rank's view of the words and bytes of `memory` that the steps use.
 struct Lines {

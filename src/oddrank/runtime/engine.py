@@ -17,13 +17,10 @@ from oddrank.runtime.recorded import DecodeSteps
 from oddrank.runtime.request import Completion, Sampling, Timings
 from oddrank.runtime.sampling import Sampler
 from oddrank.runtime.step import Step
-from oddrank.runtime.threads import torch_threads
+from oddrank.runtime.threads import THREADED_CACHE, torch_threads
 
 if TYPE_CHECKING:
     from oddrank.gpu.graphs import GraphSteps
-
-_THREADED_CACHE = 1 << 20
-"""Elements of a layer's keys from which attention is worth more than one thread."""
 
 RECORD = "ODDRANK_RECORD"
 """Environment variable: "0" for no recorded decode steps."""
@@ -176,7 +173,7 @@ class Engine:
         for sequence in active:
             sequence.cached += 1
         cached = sum(sequence.cached for sequence in active) * cache.kv_heads * cache.head_dim
-        with torch_threads(1 if cached < _THREADED_CACHE else torch.get_num_threads()):
+        with torch_threads(1 if cached < THREADED_CACHE else torch.get_num_threads()):
             self._choose(self.steps(tokens, past, cache), active, on_token)
 
     def _choose(self, logits: Tensor, sequences: Sequence[_Sequence], on_token: OnToken | None) -> None:

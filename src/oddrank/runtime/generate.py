@@ -16,6 +16,7 @@ from oddrank.layout.plan import Plan
 from oddrank.runtime.expert_options import ExpertOptions
 from oddrank.runtime.parallel.launch import Ranks
 from oddrank.runtime.request import Completion, Loaded, Sampling, Timings
+from oddrank.runtime.text import TextStream
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -230,30 +231,6 @@ def forward_logits(
 
     with Checkpoint.open(model) as checkpoint:
         return local_logits(plan, checkpoint, token_ids, dtype)
-
-
-class TextStream:
-    """Text of tokens as they come: whole characters only, special tokens left out."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._given = 0  # tokens whose text has been given out
-        self._context = 0  # where the text that decoding needs before them begins
-
-    def add(self, token: int) -> str:
-        """The text that `token` completes, perhaps none."""
-        self._tokens.append(token)
-        # A token's text depends on those before it (leading spaces), so both sides are decoded with them.
-        before = self._decode(self._tokens[self._context : self._given])
-        now = self._decode(self._tokens[self._context :])
-        if now.endswith("\ufffd") or len(now) <= len(before):
-            return ""
-        self._context, self._given = self._given, len(self._tokens)
-        return now[len(before) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def has_tokenizer(path: Path) -> bool:

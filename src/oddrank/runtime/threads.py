@@ -16,6 +16,9 @@ import torch
 T = TypeVar("T")
 A = TypeVar("A")
 
+THREADED_CACHE = 1 << 20
+"""Elements of a layer's keys from which attention is worth more than one thread."""
+
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:

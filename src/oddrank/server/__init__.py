@@ -2,7 +2,6 @@
 
     protocol.py    requests, checked; what is not supported is refused by name
     chat.py        messages to tokens by the model's template; the reasoning part split out
-    text.py        tokens to text as they come; stop strings
     answers.py     an answer's choices, whole or as a stream
     backend.py     who computes: the ranks of the runtime
     app.py         routes, errors, health

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from oddrank.runtime.serving.messages import Candidates, Scored
+from oddrank.runtime.text import TextStream
 from oddrank.server.backend import Event
 from oddrank.server.chat import ReasoningSplit
-from oddrank.server.text import TextStream
 from oddrank.server.vocabulary import Vocabulary
 
 

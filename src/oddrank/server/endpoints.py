@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oddrank.runtime.request import Sampling
+from oddrank.runtime.text import TextStream
 from oddrank.server.answers import Choice, CompletionLogprobs, Delta, Told, chat_logprobs, together
 from oddrank.server.backend import Backend
 from oddrank.server.chat import ReasoningSplit
 from oddrank.server.protocol import ApiError, ChatRequest, CompletionRequest
 from oddrank.server.served import Served
-from oddrank.server.text import TextStream
 
 
 @dataclass

@@ -16,7 +16,7 @@ from oddrank.runtime.recorded import DecodeSteps
 from oddrank.runtime.serving.options import ServingOptions
 from oddrank.runtime.serving.scheduler import Piece, Work
 from oddrank.runtime.step import Step
-from oddrank.runtime.threads import torch_threads
+from oddrank.runtime.threads import THREADED_CACHE, torch_threads
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -95,7 +95,7 @@ class Executor:
         if not order.tokens:
             return None
         cached = (sum(order.past) + len(order.past)) * self.cache.kv_heads * self.cache.head_dim
-        with torch_threads(1 if cached < 1 << 20 else torch.get_num_threads()):
+        with torch_threads(1 if cached < THREADED_CACHE else torch.get_num_threads()):
             logits = self.steps(order.tokens, order.past, self.cache, order.slots)
         for slot, snapshot in order.keeps:
             self.cache.keep(slot, snapshot)

@@ -79,9 +79,14 @@ class Capture(msgspec.Struct, frozen=True):
 
 def write_capture(capture: Capture, path: Path) -> None:
     """Whole or not at all. OddrankError where it cannot be written."""
+    write_whole(path, msgspec.json.format(msgspec.json.encode(capture), indent=1) + b"\n")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """A file, or nothing. OddrankError where it cannot be written."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(capture), indent=1) + b"\n")
+        fresh.write_bytes(data)
         os.replace(fresh, path)
     except OSError as error:
         fresh.unlink(missing_ok=True)
