@@ -27,8 +27,8 @@ def native(case: Case, n: int, k: int, seed: int = 0) -> tuple[NativeMatrix, Num
 
 
 def bound(x: Numbers, numbers: Numbers, to_bf16: bool = False) -> Numbers:
-    """2^-16 of the largest |x| of the block for every product, or 2^-8 of each |x|, and fp32's rounding of a sum of K / 8
-    of them. x [m, K], numbers [n, K] -> [m, n]."""
+    """2^-16 of the largest |x| of the block for every product, or 2^-8 of each |x|, and fp32's rounding of a sum of
+    K / 8 of them. x [m, K], numbers [n, K] -> [m, n]."""
     k = x.shape[1]
     most = np.stack([np.abs(x[:, i : i + BLOCK]).max(1) for i in range(0, k, BLOCK)], 1)
     steps = np.abs(x) * 2.0**-8 if to_bf16 else np.repeat(most, BLOCK, 1)[:, :k] * 2.0**-16
