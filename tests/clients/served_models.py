@@ -23,6 +23,12 @@ def write_synthetic(family: str, format_: str, out: Path) -> Path:
     return out
 
 
+def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """A conversation by the tokenizer's own template, the model's turn begun."""
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
 class Reference:
     """transformers' fp32 model of a checkpoint."""
 
@@ -33,10 +39,6 @@ class Reference:
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text).input_ids)
-
-    def chat_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import openai
 import pytest
 import torch
 from clients.conftest import PREFILL
-from clients.served_models import Reference
+from clients.served_models import Reference, chat_ids
 from clients.served_process import KEY, Serving
 
 pytestmark = pytest.mark.demo
@@ -45,7 +45,7 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_chat(client: openai.OpenAI, reference: Reference) -> None:
-    prompt = reference.chat_ids(CHAT)
+    prompt = chat_ids(reference.tokenizer, CHAT)
     got = client.chat.completions.create(
         model=MODEL, messages=CHAT, temperature=0, max_completion_tokens=24, logprobs=True, top_logprobs=3,
         extra_body=IDS,
@@ -81,7 +81,7 @@ def test_a_chat_stream(client: openai.OpenAI, reference: Reference) -> None:
         whole = stream.get_final_completion()
     logprobs = whole.choices[0].logprobs
     assert logprobs and logprobs.content
-    prompt = reference.chat_ids(CHAT)
+    prompt = chat_ids(reference.tokenizer, CHAT)
     answer = [reference.tokenizer.convert_tokens_to_ids(_spelt(c.token)) for c in logprobs.content]
     assert answer == reference.greedy(prompt, answer)
     check_logprobs(reference.after(prompt, answer), answer, [c.logprob for c in logprobs.content])
