@@ -90,6 +90,8 @@ class _Asked:
             all_logits=submit.prompt_top is not None,
         )  # fmt: skip
         self.told = False
+        self.scored = 0
+        """Of the prompt, tokens whose logprobs are told, the first counted, which has none."""
 
 
 class Leader:
@@ -104,13 +106,12 @@ class Leader:
         self._ordering = Ordering()
         self._asked: dict[int, _Asked] = {}
         self._queried = self._reused = 0
-        self._stats = Stats(0, 0, self.pages.count, 0)
 
     def run(self) -> None:
         group = self.executor.model.group
-        failed: list[Failed] = []
         while True:
-            if not self.scheduler and not failed and not self._take(self.link.receive(), failed):
+            failed: list[Failed] = []
+            if not self.scheduler and not self._take(self.link.receive(), failed):
                 break
             ended = False
             while self.link.waiting():
@@ -120,11 +121,9 @@ class Leader:
             if ended:
                 break
             if self.scheduler:
-                chosen, scored = self.step(failed)
-                self.link.send(Update(chosen, scored, failed, self._stats))
-            elif failed:
-                self.link.send(Update([], [], failed, self._stats))
-            failed = []
+                self.link.send(self.step(failed))
+            else:  # all that came was refused, or cancelled
+                self.link.send(Update([], [], failed, self._stats()))
         if group.size > 1:
             group.broadcast(None)
 
@@ -146,8 +145,8 @@ class Leader:
         self._asked[message.id] = asked
         return True
 
-    def step(self, failed: list[Failed]) -> tuple[list[Chosen], list[Scored]]:
-        """One step of all ranks."""
+    def step(self, failed: list[Failed]) -> Update:
+        """One step of all ranks. failed: requests that are refused already; those that fail in the step join them."""
         start = time.perf_counter()
         work = self.scheduler.next_work()
         order, group, executor = self._ordering(work), self.executor.model.group, self.executor
@@ -169,8 +168,9 @@ class Leader:
                 rows = last[[i for i, _ in ends]] if len(ends) < len(last) else last
                 tokens += self._choose(rows, [p for _, p in ends], chosen, failed)
         self.scheduler.done(work, tokens)
-        self._count(work, time.perf_counter() - start)
-        return chosen, scored
+        self._count(work)
+        through = sum(len(p.tokens) for p in work.pieces())
+        return Update(chosen, scored, failed, self._stats(time.perf_counter() - start, through))
 
     def _choose(
         self, logits: Tensor, pieces: Sequence[Piece], chosen: list[Chosen], failed: list[Failed]
@@ -224,19 +224,30 @@ class Leader:
             group.broadcast(jobs)
         found = []
         for index, following, top in jobs:
-            piece = pieces[index]
+            piece, asked = pieces[index], self._asked[pieces[index].request.id]
             logprobs, tops = filled.scores(index, following, top)
-            ended = piece.ends and self._asked[piece.request.id].sampling.max_tokens == 0
-            found.append(Scored(piece.request.id, piece.start + 1, logprobs, tops, "length" if ended else ""))
+            start, end = piece.start + 1, piece.start + 1 + len(logprobs)
+            known = max(0, asked.scored - start)  # told before it had to give way
+            ended = piece.ends and asked.sampling.max_tokens == 0
+            if end > asked.scored or ended:
+                finish = "length" if ended else ""
+                found.append(Scored(piece.request.id, start + known, logprobs[known:], tops[known:], finish))
+                asked.scored = end
+            if piece.ends:
+                piece.request.all_logits = False  # should it start again, they are not wanted
         return found
 
-    def _count(self, work: Work, seconds: float) -> None:
-        s = self.scheduler
+    def _count(self, work: Work) -> None:
         for piece in work.prompts:
             if piece.ends and not piece.request.preempted:
                 self._queried += piece.request.prompt
                 self._reused += piece.request.reused
-        self._stats = Stats(
-            len(s.waiting), s.running, self.pages.count, self.pages.held, self.pages.remembered, seconds,
-            sum(len(p.tokens) for p in work.pieces()), s.preempted, self._queried, self._reused,
+
+    def _stats(self, seconds: float = 0.0, tokens: int = 0) -> Stats:
+        """As things are. seconds, tokens: of the step that has just been, if one has."""
+        s, kept = self.scheduler, self.scheduler.snapshots
+        return Stats(
+            len(s.waiting), s.running, self.pages.count, self.pages.held, self.pages.remembered, seconds, tokens,
+            s.preempted, self._queried, self._reused, s.slots_held,
+            0 if kept is None else len(kept), 0 if kept is None else kept.unwritten,
         )  # fmt: skip
