@@ -35,13 +35,14 @@ class _Side(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """both: what both said, all of it where they do not part."""
+    """both: what both said, all of it where they do not part. hidden: whether the sides' leads leave some of it out."""
 
     number: int
     pair: Pair
     question: str
     both: str
     sides: list[tuple[str, _Side]]
+    hidden: bool = False
 
 
 def page(a: Capture, b: Capture, comparison: Comparison) -> str:
@@ -78,7 +79,7 @@ def _row(number: int, a: Answer, b: Answer, pair: Pair) -> _Row:
         (name, _side(answer, text, start, token, pair))
         for name, answer, text, token in (("A", a, x, tokens[0]), ("B", b, y, tokens[1]))
     ]
-    return _Row(number, pair, question, x[:start], sides)
+    return _Row(number, pair, question, x[:start], sides, start > _LEAD)
 
 
 def _start(text: str, at: int, token: str) -> int:
