@@ -154,6 +154,20 @@ def test_an_end_token_that_one_side_does_not_tell() -> None:
     assert pair(answer(numbered), answer(numbered, numbered)).status == "diverged"
 
 
+def test_a_server_that_tells_characters_beside_one_that_tells_their_bytes() -> None:
+    hi, end = token("Hi", -0.1, number=5), token("!", -0.1, number=6)
+    bytes_of_it = [Token(t, n, -0.1) for n, t in enumerate((r" \xf0\x9f", r"\x91", r"\x8c"))]
+    parts = answer(hi, *bytes_of_it, end, text="Hi 👌!")
+    whole = answer(hi, Token(" 👌"), end)
+    found = pair(parts, whole)
+    assert found.status == "identical" and found.kl_tokens == 2
+    cut = answer(*parts.tokens, bytes_of_it[0], text="Hi 👌!\ufffd", finish="length")
+    assert pair(cut, answer(*whole.tokens, text="Hi 👌!", finish="length")).status == "identical"
+    other = answer(hi, Token(" 🙂"), end)
+    divergence = pair(parts, other).divergence
+    assert divergence is not None and (divergence.at, divergence.a, divergence.b) == (1, " 👌", " 🙂")
+
+
 def test_white_space_that_one_server_cuts() -> None:
     assert pair(answer(A, A, text="AA\n"), answer(A, A, text=" AA")).status == "identical"
     assert pair(answer(A, A, text="A A"), answer(A, A, text="AA")).status == "diverged"

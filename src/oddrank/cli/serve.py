@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 import msgspec
 
@@ -137,7 +139,7 @@ def _serve_with_vllm(context: click.Context, model: str, tp: int) -> None:
         constraints=constraint_pairs(values["constraints"]),
         plan_tp=tp if run_tp else None,
     )
-    context.exit(serve(endpoint, lambda url: click.echo(f"serving {endpoint.model} at TP={endpoint.tp} on {url}")))
+    sys.exit(serve(endpoint, lambda url: click.echo(f"serving {endpoint.model} at TP={endpoint.tp} on {url}")))
 
 
 _NATIVE_ONLY = {

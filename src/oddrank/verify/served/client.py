@@ -206,7 +206,8 @@ def _tokens(logprobs: dict[str, Any] | None, ids: list[int] | None) -> list[Toke
     if logprobs and logprobs.get("content"):  # chat, and some servers' completions
         for entry in logprobs["content"]:
             top = [Candidate(_text(t), _nats(t["logprob"]), t.get("id")) for t in entry.get("top_logprobs") or []]
-            found.append(Token(_text(entry), entry.get("id"), _nats(entry["logprob"]), _likeliest(top)))
+            own = Token(_text(entry), entry.get("id"), _nats(entry["logprob"]), _likeliest(top))
+            found.append(Token(own.text) if _of_several(own) else own)
     elif logprobs and logprobs.get("tokens"):
         texts = logprobs["tokens"]
         tops = logprobs.get("top_logprobs") or [None] * len(texts)
@@ -220,6 +221,11 @@ def _tokens(logprobs: dict[str, Any] | None, ids: list[int] | None) -> list[Toke
     if len(ids) != len(found):  # some servers leave the end token out of one of the two
         return found
     return [Token(t.text, int(i), t.logprob, t.top) for t, i in zip(found, ids, strict=True)]
+
+
+def _of_several(token: Token) -> bool:
+    """Whether an entry is a character of several tokens, with the id and the candidates of the last (llama.cpp)."""
+    return token.id is not None and any(c.id == token.id and c.text != token.text for c in token.top)
 
 
 def _text(entry: dict[str, Any]) -> str:

@@ -11,12 +11,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import takewhile
 
 import msgspec
 
 from oddrank.errors import OddrankError
 from oddrank.verify.served.answers import Answer, Candidate, Capture, Token
+
+_BYTE = re.compile(rb"\\x([89a-f][0-9a-f])")
+"""Of a character, as `capture` writes it in a token's text."""
 
 CONTEXT = 80
 """Characters of what both said before they part."""
@@ -136,6 +140,8 @@ def _pair(a: Answer, b: Answer, tolerance: Tolerance) -> Pair:
     for answer, side in ((a, "A"), (b, "B")):
         if answer.error:
             return Pair(a.prompt.name, "failed", False, why=f"{side}: {answer.error}")
+    if not (a.with_ids and b.with_ids):
+        a, b = _in_characters(a), _in_characters(b)
     divergence, common = _part(a, b, tolerance)
     kls = _kls(a.tokens[:common], b.tokens[:common])
     kl = sum(kls.values()) / len(kls) if kls else None
@@ -152,17 +158,33 @@ def _pair(a: Answer, b: Answer, tolerance: Tolerance) -> Pair:
     return Pair(a.prompt.name, status, same, divergence, kl, len(kls), most, at, why)
 
 
+def _in_characters(answer: Answer) -> Answer:
+    """Tokens that are parts of a character made one, as servers tell them that know texts alone (llama.cpp's)."""
+    made: list[Token] = []
+    held: list[Token] = []
+    for token in answer.tokens:
+        held.append(token)
+        data = b"".join(_BYTE.sub(lambda m: bytes.fromhex(m[1].decode()), t.text.encode()) for t in held)
+        with suppress(UnicodeDecodeError):
+            text = data.decode()
+            made.append(token if len(held) == 1 else Token(text))
+            held = []
+    cut = len(held) < 4  # a last character of which not all bytes came
+    return msgspec.structs.replace(answer, tokens=made if cut else made + held)
+
+
 def _part(a: Answer, b: Answer, tolerance: Tolerance) -> tuple[Divergence | None, int]:
     """Where they part, if they do, and how many tokens have the same ones before them."""
     if not a.tokens or not b.tokens:
         return _part_in_text(a, b), 0
     ids = a.with_ids and b.with_ids
     same = sum(1 for _ in takewhile(lambda p: _is(*p, ids), zip(a.tokens, b.tokens, strict=False)))
-    if same == min(len(a.tokens), len(b.tokens)):
-        # the tokens told may not be all, and some servers do not tell the end's: what was said has the last word
-        if len(a.tokens) == len(b.tokens) or whole(a) == whole(b):
-            return _part_in_text(a, b), same
-        return _ended(a, b, same), same
+    ended = same == min(len(a.tokens), len(b.tokens))
+    # the tokens told may not be all, and some servers do not tell the end's: what was said has the last word
+    if (ended or not ids) and whole(a) == whole(b):
+        return None, same
+    if ended:
+        return _part_in_text(a, b) if len(a.tokens) == len(b.tokens) else _ended(a, b, same), same
     x, y = a.tokens[same], b.tokens[same]
     margin_a, open_a = _margin(x, y, ids)
     margin_b, open_b = _margin(y, x, ids)
@@ -195,8 +217,8 @@ def _ended(a: Answer, b: Answer, at: int) -> Divergence:
 
 
 def whole(answer: Answer) -> str:
-    """All that was said, without the white space around it, which some servers cut."""
-    reasoning, text = answer.reasoning.strip(), answer.text.strip()
+    """All that was said, but for what some servers leave out: white space around it, part of a last character."""
+    reasoning, text = answer.reasoning.strip(), answer.text.rstrip("\ufffd").strip()
     return f"{reasoning}\n\n{text}" if reasoning else text
 
 

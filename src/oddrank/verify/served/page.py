@@ -93,6 +93,7 @@ def _side(answer: Answer, text: str, start: int, token: str, pair: Pair) -> _Sid
     choices = []
     if found is not None and found.unit == "token" and found.at < len(answer.tokens):
         told = answer.tokens[found.at]
-        choices = [_Choice(c.text, 100 * math.exp(c.logprob), c.text == told.text) for c in told.top]
+        if told.text == token:
+            choices = [_Choice(c.text, 100 * math.exp(c.logprob), c.text == token) for c in told.top]
     return _Side(text[max(0, start - _LEAD) : start], text[start:end], text[end:], choices)
 
