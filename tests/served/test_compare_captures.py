@@ -117,10 +117,13 @@ def test_a_token_much_further_apart_than_the_others() -> None:
 
 
 def test_candidates_of_one_text_are_not_told_apart() -> None:
-    same = [Candidate("a", math.log(0.6)), Candidate("\ufffd", math.log(0.2)), Candidate("\ufffd", math.log(0.1))]
-    assert kl_of(same, same) == 0.0
-    other = [Candidate("a", math.log(0.6)), Candidate("\ufffd", math.log(0.25))]
-    assert kl_of(same, other) == pytest.approx(0.0, abs=1e-12)  # of the rest only its sum is known, 0.4 on both sides
+    for text in ("\ufffd", "x"):
+        same = [Candidate("a", math.log(0.6)), Candidate(text, math.log(0.2)), Candidate(text, math.log(0.1))]
+        assert kl_of(same, same) == 0.0
+        other = [Candidate("a", math.log(0.6)), Candidate(text, math.log(0.25))]
+        assert kl_of(same, other) == pytest.approx(0.0, abs=1e-12)  # of the rest only its sum is known, 0.4 twice
+    one, another = ([Candidate("a", math.log(0.6)), Candidate("\ufffd", math.log(p))] for p in (0.3, 0.1))
+    assert kl_of(one, another) == pytest.approx(0.0, abs=1e-12)  # perhaps not the same part of a character
 
 
 def test_unknown_margins_are_no_near_tie() -> None:

@@ -89,6 +89,7 @@ def test_the_page_needs_nothing_else(read: Read) -> None:
     assert not [name for _, name, _ in read.attributes if name.startswith("on") or name == "style"]
     (style,) = read.texts["style"]
     assert "url(" not in style and "@import" not in style
+    assert ("meta", "http-equiv", "Content-Security-Policy") in read.attributes
     assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'") in read.attributes
 
 

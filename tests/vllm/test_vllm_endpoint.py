@@ -24,6 +24,8 @@ print(json.dumps([sys.argv[1:], said]), flush=True)
 if os.environ.get("FAILS"):
     sys.exit(int(os.environ["FAILS"]))
 class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
     def do_GET(self):
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()

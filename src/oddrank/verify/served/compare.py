@@ -169,8 +169,7 @@ def _in_characters(answer: Answer) -> Answer:
             text = data.decode()
             made.append(token if len(held) == 1 else Token(text))
             held = []
-    cut = len(held) < 4  # a last character of which not all bytes came
-    return msgspec.structs.replace(answer, tokens=made if cut else made + held)
+    return msgspec.structs.replace(answer, tokens=made + held)
 
 
 def _part(a: Answer, b: Answer, tolerance: Tolerance) -> tuple[Divergence | None, int]:
