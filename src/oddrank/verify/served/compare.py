@@ -189,9 +189,7 @@ def _part(a: Answer, b: Answer, tolerance: Tolerance) -> tuple[Divergence | None
     margin_b, open_b = _margin(y, x, ids)
     margins = [m for m in (margin_a, margin_b) if m is not None]
     tie = bool(margins) and max(margins) <= tolerance.margin
-    found = Divergence(
-        "token", same, _before(a, same), shown(x), shown(y), margin_a, margin_b, open_a, open_b, tie
-    )
+    found = Divergence("token", same, _before(a, same), shown(x), shown(y), margin_a, margin_b, open_a, open_b, tie)
     return found, same + 1
 
 

@@ -96,4 +96,3 @@ def _side(answer: Answer, text: str, start: int, token: str, pair: Pair) -> _Sid
         if told.text == token:
             choices = [_Choice(c.text, 100 * math.exp(c.logprob), c.text == token) for c in told.top]
     return _Side(text[max(0, start - _LEAD) : start], text[start:end], text[end:], choices)
-
