@@ -20,6 +20,10 @@ from oddrank.runtime.step import Step
 from oddrank.runtime.threads import THREADED_CACHE, torch_threads
 
 
+_ANGLES = 1 << 15
+"""Positions whose angles are there from the start: what is recorded is lost whenever their table grows."""
+
+
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """Of a prompt: tokens after `start` of the sequence in `slot`. rows: whose logits are wanted: its last token's
     ("last"), all tokens' ("all"), or nobody's ("")."""
@@ -186,4 +190,5 @@ def make_executor(model: Llama, options: ServingOptions, free: int) -> tuple[Exe
     snapshots = int(group.all_gather(torch.tensor([snapshots], device=group.device), 0).min())
     plain = model.new_cache(options.running + snapshots)
     cache = PagedCache(plain, options.running, pages, options.page, min(length, pages * options.page), snapshots)
+    model.rotary.reserve(min(cache.capacity, _ANGLES))
     return Executor(model, cache), pages
