@@ -8,9 +8,7 @@ from typing import Any
 
 from oddrank.formats.base import Format, Stored
 
-_EXPONENTS = Stored(
-    ".weight_scale", ("U8", "F8_E8M0"), (1, 32), shared=True, row_fill=0x7F, column_fill=0x00
-)
+_EXPONENTS = Stored(".weight_scale", ("U8", "F8_E8M0"), (1, 32), shared=True, row_fill=0x7F, column_fill=0x00)
 
 
 def forms(quantization: dict[str, Any]) -> tuple[Format, ...]:

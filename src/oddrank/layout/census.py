@@ -161,9 +161,7 @@ def _match(base: str, under: Under | None, forms: list[_Form], tensors: Mapping[
     return None
 
 
-def take_census(
-    model: Model, tensors: Mapping[str, TensorLike], quantization: dict[str, Any] | None = None
-) -> Census:
+def take_census(model: Model, tensors: Mapping[str, TensorLike], quantization: dict[str, Any] | None = None) -> Census:
     """Match every stored tensor with its role and format, by name, dtype and shape.
 
     quantization: the checkpoint's quantization_config, which only gives formats their parameters (block sizes).
@@ -242,9 +240,7 @@ def take_census(
         f"{name} {tensors[name].dtype} {list(tensors[name].shape)} has no role in family {model.family}"
         for name in unmatched
     ]
-    return Census(
-        tuple(uses), len(tensors), ignored, tuple(aliased), unmatched, tuple(sorted(absent)), tuple(problems)
-    )
+    return Census(tuple(uses), len(tensors), ignored, tuple(aliased), unmatched, tuple(sorted(absent)), tuple(problems))
 
 
 def _absent(model: Model, tensors: Mapping[str, TensorLike]) -> tuple[set[str], set[tuple[str, str]]]:
