@@ -69,6 +69,14 @@ class Choice:
 async def together(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[tuple[int, Any]]:
     """Everything of several streams as it comes, with the number of its stream. One that raises ends all; whoever stops
     asking closes them all."""
+    if len(streams) == 1:  # needs nobody to bring it together
+        (only,) = streams
+        try:
+            async for item in only:
+                yield 0, item
+        finally:
+            await only.aclose()  # type: ignore[attr-defined]
+        return
     queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue()
     end = object()
 

@@ -19,9 +19,20 @@ from oddrank.runtime.parallel.child import Link
 from oddrank.runtime.parallel.group import Group
 from oddrank.runtime.precision import Precision
 from oddrank.runtime.room import measure_room
-from oddrank.runtime.sampling import Sampler
-from oddrank.runtime.serving.executor import Executor, Filled, Ordering, candidates, make_executor
-from oddrank.runtime.serving.messages import Cancel, Chosen, Failed, Ready, Scored, Stats, Stop, Submit, Update
+from oddrank.runtime.sampling import Sampler, choose, likeliest
+from oddrank.runtime.serving.executor import Executor, Filled, Ordering, make_executor
+from oddrank.runtime.serving.messages import (
+    Cancel,
+    Candidates,
+    Chosen,
+    Failed,
+    Ready,
+    Scored,
+    Stats,
+    Stop,
+    Submit,
+    Update,
+)
 from oddrank.runtime.serving.options import ServingOptions
 from oddrank.runtime.serving.pages import Pages, Snapshots
 from oddrank.runtime.serving.scheduler import Piece, Request, Scheduler, Work
@@ -176,35 +187,43 @@ class Leader:
         self, logits: Tensor, pieces: Sequence[Piece], chosen: list[Chosen], failed: list[Failed]
     ) -> list[int | None]:
         """A token for each row; None where its request ends with it."""
-        found: list[int | None] = []
-        for row, piece in zip(logits, pieces, strict=True):
-            asked = self._asked[piece.request.id]
-            if asked.sampling.max_tokens == 0:  # only its prompt's logprobs were wanted
+        asked = [self._asked[piece.request.id] for piece in pieces]
+        rows = [i for i, a in enumerate(asked) if a.sampling.max_tokens]  # of others only the prompt's logprobs
+        found: list[int | None] = [None] * len(pieces)
+        tokens: dict[int, int] = {}
+        some = logits if len(rows) == len(pieces) else logits[rows]
+        for i, token in zip(rows, choose(some, [asked[i].sampler for i in rows]) if rows else (), strict=True):
+            if isinstance(token, OddrankError):
+                failed.append(Failed(pieces[i].request.id, str(token)))
+            else:
+                tokens[i] = token
+        told = self._logprobs(logits, asked, tokens)
+        for i, piece in enumerate(pieces):
+            finish = ""
+            if i in tokens:
+                event = self._event(asked[i], piece.request, tokens[i], *told.get(i, (None, [])))
+                chosen.append(event)
+                finish = event.finish
+            if i not in tokens or finish:
                 del self._asked[piece.request.id]
-                found.append(None)
-                continue
-            try:
-                token = asked.sampler(row)
-            except OddrankError as error:
-                failed.append(Failed(piece.request.id, str(error)))
-                del self._asked[piece.request.id]
-                found.append(None)
-                continue
-            event = self._event(asked, piece.request, row, token)
-            chosen.append(event)
-            if event.finish:
-                del self._asked[piece.request.id]
-            found.append(None if event.finish else token)
+            else:
+                found[i] = tokens[i]
         return found
 
-    def _event(self, asked: _Asked, request: Request, row: Tensor, token: int) -> Chosen:
+    def _logprobs(
+        self, logits: Tensor, asked: Sequence[_Asked], tokens: dict[int, int]
+    ) -> dict[int, tuple[float, Candidates]]:
+        """Of the tokens of those rows that want them, and the candidates as many as the row wants."""
+        wanted = [i for i in tokens if asked[i].submit.top is not None]
+        if not wanted:
+            return {}
+        most = max(asked[i].submit.top or 0 for i in wanted)
+        own, tops = likeliest(logits[wanted], [tokens[i] for i in wanted], most)
+        return {i: (p, top[: asked[i].submit.top]) for i, p, top in zip(wanted, own, tops, strict=True)}
+
+    def _event(self, asked: _Asked, request: Request, token: int, logprob: float | None, top: Candidates) -> Chosen:
         ends_text = token in asked.sampling.stop or (token in self.eos and not asked.sampling.ignore_eos)
         finish = "stop" if ends_text else "length" if len(request.tokens) + 1 >= request.limit else ""
-        logprob, top = None, []
-        if asked.submit.top is not None:
-            line = torch.log_softmax(row.float() if row.dtype != torch.float64 else row, -1)
-            logprob = float(line[token])
-            (top,) = candidates(line[None], asked.submit.top)
         reused = 0 if asked.told else request.reused
         asked.told = True
         return Chosen(request.id, token, finish, ends_text, logprob, top, reused)
