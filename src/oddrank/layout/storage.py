@@ -87,7 +87,7 @@ def require_columns_cut(model: Model, uses: Iterable[Use], ranks: int) -> None:
             raise OddrankError(
                 f"{role.name.removesuffix('.weight')} ({use.count} of {role.count()}) is quantized in activation order "
                 "(desc_act or actorder, and its g_idx is not k // group): a group has columns from everywhere, "
-                f"so {ranks} ranks cannot cut them. Layers that are cut along their rows only may be stored so. Quantize "
+                f"so {ranks} ranks cannot cut them. Layers cut along their rows only may be stored so. Quantize "
                 "it with static_groups (actorder: weight) or without activation order, or run it on one rank.",
                 short="columns in activation order",
             )
