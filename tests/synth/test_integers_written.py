@@ -55,8 +55,8 @@ def decoded(fmt: str, release: Any, parts: dict[str, Raw]) -> np.ndarray[Any, An
 
 
 def allowed(fmt: str) -> float:
-    """The largest error as a part of the matrix's largest number: half a step of 15 or 255 over a range of at most twice
-    that, and what rounding scales to 16 bits adds."""
+    """The largest error as a part of the matrix's largest number: half a step of 15 or 255 over a range of at most
+    twice that, and what rounding scales to 16 bits adds."""
     return {"int8": 1 / 100, "int8-ct": 1 / 100, "gptq-int8": 1 / 100, "mxfp8": 1 / 15}.get(fmt, 1 / 14)
 
 
@@ -77,7 +77,7 @@ def test_it_is_the_bf16_release_rounded(family: str, fmt: str, tmp_path: Path) -
         found = decoded(fmt, release, parts)
         if name not in plain:
             assert ".experts." in name  # stacked there
-            at, expert, kind = re.fullmatch(r"(.*experts)\.(\d+)\.(.*)\.weight", name).groups()  # type: ignore[union-attr]
+            at, expert, kind = re.fullmatch(r"(.*experts)\.(\d+)\.(.*)\.weight", name).groups()
             stack = f"{at}.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}"
             x = numbers.from_bf16(exact.array(stack))[int(expert)]
             x = x if kind == "down_proj" else np.split(x, 2)[kind == "up_proj"]

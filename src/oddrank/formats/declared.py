@@ -123,10 +123,11 @@ def _gptq(config: dict[str, Any]) -> Declared:
     if not config.get("lm_head"):
         listed.append(("lm_head", "dense"))
     inside = config.get("modules_in_block_to_quantize")
-    names = [name for part in inside for name in (part if isinstance(part, list) else [part])] if inside else []
+    parts = inside if isinstance(inside, list) else []
+    names = _list([name for part in parts for name in (part if isinstance(part, list) else [part])])
     if not names:
         return _rules(listed, [], said, loose=False)
-    listed += [(f"re:.*{re.escape(name)}$", said) for name in _list(names)]
+    listed += [(f"re:.*{re.escape(name)}$", said) for name in names]
     return _rules(listed, [], "dense", loose=False)
 
 

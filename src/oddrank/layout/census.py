@@ -374,8 +374,8 @@ def _closest(
     base: str, there: list[str], tensors: Mapping[str, TensorLike], forms: list[_Form]
 ) -> list[tuple[_Form, str]]:
     """The forms whose values fit and that know everything that is stored, so that only a companion is missing or
-    misshapen, with what is wrong; of several, those with the fewest wrong companions."""
-    found: dict[int, list[tuple[_Form, str]]] = {}
+    misshapen, with what is wrong; of several, those with one wrong companion."""
+    found: list[tuple[_Form, list[str]]] = []
     for form in forms:
         values = tensors.get(base + form.parts[0].suffix)
         if values is None or not _fits(values, form.parts[0], form.shapes[0]):
@@ -387,9 +387,12 @@ def _closest(
             for part, shape in zip(form.parts, form.shapes, strict=True)
             if not _fits(tensors.get(base + part.suffix), part, shape)
         ]
-        if wrong and (len(wrong) == 1 or len(there) == 1):
-            found.setdefault(len(wrong), []).append((form, wrong[0]))
-    return found[min(found)] if found else []
+        if wrong:
+            found.append((form, wrong))
+    if len(found) == 1 and len(there) > 1:
+        return [(form, ", and ".join(wrong)) for form, wrong in found]
+    fewest = min((len(wrong) for _, wrong in found), default=0)
+    return [(form, wrong[0]) for form, wrong in found if len(wrong) == fewest and (fewest == 1 or len(there) == 1)]
 
 
 def _fits(tensor: TensorLike | None, part: Part, shape: tuple[int, ...]) -> bool:
