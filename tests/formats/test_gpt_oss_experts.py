@@ -22,6 +22,7 @@ import oddrank
 from oddrank.checkpoint import STORAGE
 from oddrank.geometry import Along, Axis, Model, Pair, Role, Whole
 from oddrank.layout.proof import prove
+from oddrank.runtime.formats import decoder
 from oddrank.transform.recipe import materialize, recipes
 
 EXPERTS, HIDDEN = 3, 64
@@ -156,6 +157,21 @@ def test_a_stream_and_slices_take_the_two_tensors_apart() -> None:
     assert rank.shape(f"{AT}.gate_up_proj_blocks") == (EXPERTS, 2 * rank.count("moe"), HIDDEN // 32, 16)
     assert rank.shape(f"{AT}.down_proj_blocks") == (EXPERTS, HIDDEN, rank.count("moe") // 32, 16)
     assert STORAGE[rank.dtype(f"{AT}.down_proj_blocks")] == np.uint8
+
+
+def test_the_runtime_decodes_them_as_transformers_does() -> None:
+    """Stacked, expert by expert, and tile by tile."""
+    source = tensors(96)
+    form = decoder("mxfp4-blocks")
+    for name, shape in (("gate_up_proj", (192, HIDDEN)), ("down_proj", (HIDDEN, 96))):
+        stored = {f".weight{s}": torch.from_numpy(source[f"{AT}.{name}{s}"].words) for s in ("_blocks", "_scales")}
+        want = torch.from_numpy(experts_of(source, name).copy())
+        assert all(form.shape(s, *shape, (EXPERTS,)) == t.shape for s, t in stored.items())
+        assert torch.equal(form.dequantize(stored, torch.float32), want)
+        one = {s: t[1] for s, t in stored.items()}
+        x, rows = torch.randn(3, shape[1], dtype=torch.float64), torch.tensor([5, 0, 5])
+        assert torch.allclose(form.linear(x, one), x @ want[1].double().T, rtol=1e-12)
+        assert torch.equal(form.take(one, rows, torch.float32), want[1][rows])
 
 
 @pytest.mark.parametrize(

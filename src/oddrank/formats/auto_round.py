@@ -12,6 +12,7 @@ from typing import Any
 from oddrank.errors import OddrankError
 from oddrank.formats import awq, gptq
 from oddrank.formats.base import About, Format
+from oddrank.formats.integers import USUAL
 
 ABOUT = About(
     "AutoRound", "packed as GPTQ (`auto_round:auto_gptq`, `auto_round:gptqmodel`) or as AWQ (`auto_round:auto_awq`)"
@@ -25,6 +26,8 @@ METHODS = ("auto-round", "auto_round", "intel/auto-round")
 
 
 def forms(quantization: dict[str, Any]) -> tuple[Format, ...]:
+    if not quantization:
+        return gptq.made(4, USUAL), gptq.made(4, USUAL, v2=True), awq.made(USUAL)
     if quantization.get("quant_method") not in METHODS:
         return ()
     packing = str(quantization.get("packing_format") or "auto_round:auto_gptq")

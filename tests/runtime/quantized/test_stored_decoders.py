@@ -20,7 +20,7 @@ SHAPES = [(128, 128), (300, 192), (1, 64), (64, 448)]
 
 def test_every_format_that_is_declared_has_its_decoder() -> None:
     served = {name for name in formats() if kind_of(name) in RUNTIME.formats}
-    served.remove("mxfp4-blocks")  # gpt-oss's experts, of which the runtime has no model
+    served.remove("mxfp4-blocks")  # gpt-oss's stacked experts: see tests/formats/test_gpt_oss_experts.py
     assert {d.format for d in EVERY.values()} == served
     assert all(decoder(name).name == name for name in served)
     with pytest.raises(OddrankError, match=r"int3.*fp8, mxfp4, nvfp4"):
