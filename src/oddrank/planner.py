@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from oddrank.checkpoint import Checkpoint
 from oddrank.checkpoint.config import ConfigView
+from oddrank.checkpoint.jsonfile import read_object
 from oddrank.errors import OddrankError
 from oddrank.families import family_of
 from oddrank.formats import formats
@@ -56,14 +58,29 @@ def study(checkpoint: Checkpoint) -> Subject:
     tables = {p: {f"{p}embed_tokens{suffix}" for suffix in values} for p in family.prefixes}
     prefix = next((p for p, names in tables.items() if names & checkpoint.tensors.keys()), family.prefixes[0])
     model = family.build(view, prefix)
-    quantization = view.child("quantization_config")
     return Subject(
         name=os.fsencode(checkpoint.path.name).decode("utf-8", "replace"),
         config_digest=config_digest(checkpoint.config),
         model=model,
-        census=take_census(model, checkpoint.tensors, dict(quantization.data) if quantization else None),
+        census=take_census(model, checkpoint.tensors, quantization_of(checkpoint), checkpoint.array),
         kv_itemsize=KV_ITEMSIZE.get(view.dtype() or "bfloat16", 2),
     )
+
+
+def quantization_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What a checkpoint says of how it is quantized: `quantization_config` of config.json or of its text part, or the
+    file of its own that older GPTQ and AWQ exporters wrote; None where nothing does. Raises OddrankError where it is no
+    object."""
+    view = ConfigView(checkpoint.config, file=str(checkpoint.path / "config.json"))
+    text = view.child("text_config")
+    for holder in (view, text):
+        found = holder.child("quantization_config") if holder is not None else None
+        if found is not None and found.data:
+            return dict(found.data)
+    for file, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if file in checkpoint.other_files():
+            return {"quant_method": method, **read_object(checkpoint.other_file(file))}
+    return None
 
 
 def plan_subject(subject: Subject, request: Request) -> Planned:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from formats.codec import Raw, decode
+from formats.integers import awq, ct, gptq
 
 from oddrank.checkpoint import Checkpoint
 
@@ -71,13 +72,15 @@ COMPANIONS = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".input_scale",
     ".input_global_scale",
 )  # fmt: skip
+PACKED = (".qweight", ".qzeros", ".scales", ".g_idx", ".weight_shape", ".weight_zero_point")
+"""What else integers in 32-bit words are stored in."""
 
 
 def matrices(names: Iterator[str] | list[str]) -> dict[str, list[str]]:
     """Dense name -> suffixes of its stored tensors; "" where it is stored under its dense name."""
     found: dict[str, list[str]] = {}
     for name in names:
-        suffix = next((s for s in (*COMPANIONS, ".weight_packed") if name.endswith(s)), None)
+        suffix = next((s for s in (*COMPANIONS, ".weight_packed", *PACKED) if name.endswith(s)), None)
         if suffix is None and not name.endswith(".weight"):
             found[name] = [""]
         else:
@@ -88,19 +91,51 @@ def matrices(names: Iterator[str] | list[str]) -> dict[str, list[str]]:
 
 def scale_block(parts: dict[str, Raw], logical: tuple[int, ...]) -> tuple[int, int]:
     """Elements along (N, K) per scale, as the releases store them."""
+    if is_packed(parts):
+        groups = parts[".scales"].words.shape[0] if ".scales" in parts else parts[".weight_scale"].words.shape[1]
+        return (1, logical[1] // groups if groups > 1 else 0)
     scale = parts.get(".weight_scale_inv") or parts.get(".weight_scale")
     values = parts.get(".weight_packed") or parts[".weight"]
     if scale is None or (scale.words.size == 1 and scale.words.ndim < 2):
         return (0, 0)
+    if scale.dtype == "U8":
+        return (1, 32)
     if values.dtype == "U8":
-        return (1, 32 if scale.dtype == "U8" else 16)
+        return (1, 16)
     if scale.words.ndim == 1 or scale.words.shape == (logical[0], 1):
         return (1, 0)
     return (128, 128)
 
 
+def is_packed(parts: dict[str, Raw]) -> bool:
+    return not {".qweight", ".weight_shape"}.isdisjoint(parts)
+
+
+def unpacked(parts: dict[str, Raw], group: int | None) -> npt.NDArray[np.float64]:
+    """Integers in 32-bit words, as the releases store them. group: columns of a scale, 0 = all; None: as many as
+    there are groups."""
+    if ".weight_shape" in parts:
+        n, k = (int(i) for i in parts[".weight_shape"].words)
+        groups, per = parts[".weight_scale"].words.shape[1], round(k / max(1, parts[".weight_packed"].words.shape[1]))
+        made = ct(32 // (per or 8), _width(k, groups, group), symmetric=".weight_zero_point" not in parts)
+        return made.decode(parts)
+    groups, n = parts[".scales"].words.shape
+    rows, columns = parts[".qweight"].words.shape
+    if columns != n:
+        return awq(_width(rows, groups, group)).decode(parts)
+    per = n // parts[".qzeros"].words.shape[1]
+    made = gptq(32 // per, _width(rows * per, groups, group), index=".g_idx" in parts)
+    return made.decode(parts)
+
+
+def _width(k: int, groups: int, group: int | None) -> int:
+    return group if group is not None else k // groups if groups > 1 else 0
+
+
 def logical(parts: dict[str, Raw], block: tuple[int, int] | None = None) -> npt.NDArray[np.float64]:
     """The decoded tensor, from its stored tensors by suffix."""
+    if is_packed(parts):
+        return unpacked(parts, None if block is None else block[1])
     if set(parts) == {""}:
         parts = {".weight": parts[""]}
     values = parts.get(".weight_packed") or parts[".weight"]

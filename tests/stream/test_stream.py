@@ -20,7 +20,7 @@ from oddrank.checkpoint import Checkpoint
 
 TORCH = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 
 

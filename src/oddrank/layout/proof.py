@@ -173,6 +173,12 @@ def silence(plan: Plan) -> str:
         fmt = format_named(use.format)
         if fmt.stored[0].row_fill != fmt.zero_word or fmt.stored[0].column_fill != fmt.zero_word:
             raise _FoundError(f"format {fmt.name}: the fill of its values is not its word for zero.")
+        points = fmt.zero_points
+        if points is not None:
+            held = fmt.at(points.suffix)
+            for fill in (held.row_fill, held.column_fill):
+                if points.meant(int(fill)) != fmt.zero_word:
+                    raise _FoundError(f"format {fmt.name}: the fill of {held.suffix} does not make its values zero.")
         for stored, dtype in zip(fmt.stored, use.dtypes, strict=True):
             if dtype is None:
                 continue

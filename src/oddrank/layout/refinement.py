@@ -22,7 +22,7 @@ def require_block(model: Model, uses: Iterable[Use], block: int) -> None:
         size
         for use in uses
         for part, _ in use_parts(model, use)
-        if part.stored.shared and min(part.stored.block) > 1
+        if part.stored.is_block_scale
         for size in part.stored.block
     }
     wrong = sorted(size for size in found if size % block)

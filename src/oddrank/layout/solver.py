@@ -23,7 +23,7 @@ from oddrank.layout.layouts import Layout, apportion
 from oddrank.layout.plan import Plan
 from oddrank.layout.refinement import Refinement, require_block
 from oddrank.layout.shares import require_large_enough, require_shares
-from oddrank.layout.storage import storage_problem
+from oddrank.layout.storage import require_columns_cut, storage_problem
 
 LAYOUTS = ("auto", "ragged", "pad", "replicate")
 DEFAULT_CONTEXT = 4096
@@ -78,6 +78,7 @@ def solve(model: Model, census: Census, request: Request, *, name: str, config_d
         require_shares(memory, request.tp, request.executor, request.layout, request.constraints)
         if len(set(memory)) == 1:
             request = msgspec.structs.replace(request, shares=None)
+    require_columns_cut(model, census.uses, request.tp)
     block = request.constraints.block
     if block is not None:
         require_block(model, census.uses, block)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from oddrank.errors import OddrankError
-from oddrank.synth import schemes
+from oddrank.synth import integers, schemes
 from oddrank.synth.schemes import Part, Scheme
 from oddrank.synth.sizes import SIZES, Dense, Drafter, Hybrid
 from oddrank.synth.tables import Logical, dense_table, drafter_table, hybrid_table
@@ -51,20 +51,30 @@ FORMATS: dict[str, Recipe] = {
     ),
     "nvfp4-ct": _nvfp4_ct(schemes.FP8_CHANNEL),
     "nvfp4-ct-block": _nvfp4_ct(schemes.FP8_BLOCK_CT),
+    "int8": Recipe(_every(schemes.INT8_CHANNEL), {}, stacked=False, mtp_stacked=True),
+    "int4-ct": Recipe(_every(integers.packed()), {}, stacked=False, mtp_stacked=True),
+    "int4-ct-asym": Recipe(_every(integers.packed(symmetric=False)), {}, stacked=False, mtp_stacked=True),
+    "int8-ct": Recipe(_every(integers.packed(8, 0)), {}, stacked=False, mtp_stacked=True),
+    "gptq": Recipe(_every(integers.gptq()), {}, stacked=False, mtp_stacked=True),
+    "gptq-int8": Recipe(_every(integers.gptq(8)), {}, stacked=False, mtp_stacked=True),
+    "awq": Recipe(_every(integers.awq()), {}, stacked=False, mtp_stacked=True),
+    "auto-round": Recipe(_every(integers.gptq(index=False)), {}, stacked=False, mtp_stacked=True),
+    "auto-round-awq": Recipe(_every(integers.awq()), {}, stacked=False, mtp_stacked=True),
+    "mxfp8": Recipe(_every(schemes.MXFP8), {}, stacked=False, mtp_stacked=True),
     "mxfp4": Recipe(
         _every(schemes.MXFP4, "delta_net_gate"), _every(schemes.FP8_CHANNEL_1D), stacked=False, mtp_stacked=False
     ),
 }
 
-_HYBRID = tuple(FORMATS)
+_HYBRID = ("bf16", "fp8-block", "nvfp4-mixed", "nvfp4-ct", "nvfp4-ct-block", "mxfp4")
 PUBLISHED: dict[str, tuple[str, ...]] = {
-    "qwen3_5": _HYBRID,
-    "qwen3_5_moe": _HYBRID,
+    "qwen3_5": (*_HYBRID, "gptq"),
+    "qwen3_5_moe": (*_HYBRID, "awq", "int4-ct"),
     "dflash": ("bf16", "fp8-block"),
-    "llama": ("bf16",),
-    "mistral": ("bf16",),
-    "qwen2": ("bf16",),
-    "qwen3": ("bf16", "fp8-block"),
+    "llama": ("bf16", "int8", "int4-ct", "int4-ct-asym", "int8-ct"),
+    "mistral": ("bf16", "awq"),
+    "qwen2": ("bf16", "gptq", "gptq-int8", "awq"),
+    "qwen3": ("bf16", "fp8-block", "mxfp8", "auto-round", "auto-round-awq"),
 }
 """Family -> the formats it comes in."""
 
@@ -99,6 +109,11 @@ class Release(msgspec.Struct, frozen=True):
     def recipe(self) -> Recipe:
         return FORMATS[self.format]
 
+    @property
+    def group(self) -> int:
+        """Columns of a scale group where the tool leaves them to its user: so many that heads can be parted."""
+        return min(integers.GROUP, self.size.head_dim)
+
     def logical(self) -> Iterator[Logical]:
         """Every logical tensor."""
         size, recipe = self.size, self.recipe
@@ -119,6 +134,8 @@ class Release(msgspec.Struct, frozen=True):
         if logical.kind not in MATRICES or not logical.name.endswith(".weight"):
             return None
         chosen = (self.recipe.mtp if logical.file == "mtp" else self.recipe.body).get(logical.kind, schemes.DENSE)
+        if chosen.regroup is not None:
+            chosen = chosen.regroup(self.group)
         n, k = matrix_shape(logical)
         if k % chosen.multiple:
             raise OddrankError(
