@@ -11,11 +11,14 @@ from oddrank.geometry.role import Role
 
 
 class KVCache(msgspec.Struct, frozen=True):
-    """A per-token cache: `layers` layers, each `width` elements (keys and values together) per head of `axis`."""
+    """A per-token cache: `layers` layers, each `width` elements (keys and values together) per head of `axis`; with
+    axis None `width` elements on every rank, which all heads share (MLA's latent). readers: the axis of the query heads
+    that attend to it."""
 
-    axis: str
+    axis: str | None
     layers: int
     width: int
+    readers: str = "q_heads"
 
 
 class Crosstalk(msgspec.Struct, frozen=True):
@@ -41,6 +44,7 @@ class Model(msgspec.Struct, frozen=True):
 
     family: the registry name. architecture: what config.json says, for messages.
     hidden: the residual width, never sharded.
+    kv: the caches of its attention layers, one for each geometry of heads; empty where it has none.
     config_axes: config key -> axis, for keys that hold an axis's count.
     config_fixed: config keys that must be written out in a changed config, with their values (`head_dim`).
     config_path: keys that lead from the top of config.json to the text config, e.g. ("text_config",).
@@ -53,7 +57,7 @@ class Model(msgspec.Struct, frozen=True):
     axes: tuple[Axis, ...]
     pairs: tuple[Pair, ...]
     roles: tuple[Role, ...]
-    kv: KVCache | None
+    kv: tuple[KVCache, ...]
     config_axes: tuple[tuple[str, str], ...]
     config_fixed: tuple[tuple[str, int], ...] = ()
     config_path: tuple[str, ...] = ()

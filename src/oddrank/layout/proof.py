@@ -275,12 +275,15 @@ def _engine_axes(plan: Plan) -> None:
 
 def _user_constraints(plan: Plan) -> None:
     wanted = plan.constraints
-    if wanted.gqa is not None and plan.model.kv is not None:
-        leader = plan.model.kv.axis
-        follower = next(p.follower for p in plan.model.pairs if p.leader == leader)
-        for followers, leaders in zip(plan.layout(follower).counts(), plan.layout(leader).counts(), strict=True):
+    for cache in plan.model.kv:
+        if cache.axis is None or wanted.gqa is None:
+            continue
+        queries, keys = plan.layout(cache.readers).counts(), plan.layout(cache.axis).counts()
+        for followers, leaders in zip(queries, keys, strict=True):
             if followers != wanted.gqa * leaders:
-                raise _FoundError(f"gqa={wanted.gqa} was asked for; a rank has {followers} {follower} on {leaders}.")
+                raise _FoundError(
+                    f"gqa={wanted.gqa} was asked for; a rank has {followers} {cache.readers} on {leaders}."
+                )
     totals = {la.axis: la.total() for la in plan.layouts}
     for axis, total in wanted.exact.items():
         if totals[axis] != total:

@@ -170,7 +170,7 @@ class _Solver:
             (self.refinement.unit(pair.follower), self.refinement.unit(pair.leader)),
         )
         tp, layout = self.request.tp, self.request.layout
-        is_kv = self.model.kv is not None and self.model.kv.axis == pair.leader
+        is_kv = pair.leader in {cache.axis for cache in self.model.kv}
         gqa = self.want.gqa if is_kv else None
         found: list[Candidate] = []
         if self.facts.equal_ranks:
