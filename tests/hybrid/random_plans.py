@@ -44,7 +44,9 @@ def _make(
 
 
 def _widths(s: Subject) -> list[str]:
-    return [a.name for a in s.model.axes if a.kind == "width"]
+    """Axes by themselves: widths, and heads without a partner."""
+    paired = {name for p in s.model.pairs for name in (p.follower, p.leader)}
+    return [a.name for a in s.model.axes if a.kind in ("width", "heads") and a.name not in paired]
 
 
 def _split(rng: Rng, items: list[int], parts: int) -> Ranks:

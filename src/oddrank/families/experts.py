@@ -12,7 +12,8 @@ from oddrank.checkpoint.config import ConfigView
 from oddrank.families.decoder import Index, Part, gated_mlp
 from oddrank.geometry import Along, Axis, Concat, Role, Whole
 
-SEPARATE = ("gate_proj", "up_proj", "down_proj")
+NAMED, NUMBERED = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+"""What the gate, up and down projection of one expert are called."""
 
 
 class Experts(msgspec.Struct, frozen=True):
@@ -33,7 +34,7 @@ class Experts(msgspec.Struct, frozen=True):
         return cls(number, c.require_int(chosen, high=number), c.require_int(width), width)
 
     def part(
-        self, at: str, hidden: int, index: Index, *, choice: str = "experts", names: tuple[str, str, str] = SEPARATE
+        self, at: str, hidden: int, index: Index, *, choice: str = "experts", names: tuple[str, str, str] = NAMED
     ) -> Part:
         """The experts under `at`, stacked or one by one (`names`: gate, up and down of one); nothing where no layer has
         any. choice: tells these layers, which are stored alike, from others (an MTP layer) that may not be."""
