@@ -93,7 +93,9 @@ def parts(role: Role, fmt: Format) -> tuple[Part, ...]:
             continue
         leading = tuple(range(last - 1))
         ones = (1,) * len(leading)
-        kept = {"nk": (last - 1, last), "n": (last - 1,), "one": (last,), "scalar": ()}[stored.shape]
+        shape = "kn" if role.transposed and fmt.for_vectors else stored.shape
+        orders = {"nk": (last - 1, last), "kn": (last, last - 1), "n": (last - 1,), "one": (last,), "scalar": ()}
+        kept = orders[shape]
         blocks = {last - 1: stored.block[0], last: stored.block[1]}
         found.append(Part(suffix, stored, (*leading, *kept), (*ones, *(blocks[d] for d in kept))))
     return tuple(found)
