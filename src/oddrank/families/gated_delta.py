@@ -63,20 +63,25 @@ class DeltaNet(msgspec.Struct, frozen=True):
         )
 
     def roles(self, at: str, hidden: int, index: Index) -> list[Role]:
-        """`in_proj_qkv` is q|k|v, each section cut by itself; the convolution runs over the same channels."""
-        k, v = Along("gdn_k_heads", self.k_width), Along("gdn_v_heads", self.v_width)
-        qkv, head = Concat((k, k, v)), Along("gdn_v_heads")
-        h = Whole(hidden)
+        """The convolution runs over q|k|v, each section cut by itself."""
+        k, v, head = Along("gdn_k_heads", self.k_width), Along("gdn_v_heads", self.v_width), Along("gdn_v_heads")
         return [
-            *linear(f"{at}.in_proj_qkv", qkv, h, "column", index),
-            *linear(f"{at}.in_proj_z", v, h, "column", index),
-            *linear(f"{at}.in_proj_b", head, h, "column", index),
-            *linear(f"{at}.in_proj_a", head, h, "column", index),
-            Role(f"{at}.conv1d.weight", (qkv, Whole(1), Whole(self.kernel)), "column", index),
+            *self.projections(at, hidden, index),
+            Role(f"{at}.conv1d.weight", (Concat((k, k, v)), Whole(1), Whole(self.kernel)), "column", index),
             Role(f"{at}.A_log", (head,), "column", index),
             Role(f"{at}.dt_bias", (head,), "column", index),
             norm(f"{at}.norm", self.v_width, index),
-            *linear(f"{at}.out_proj", h, v, "row", index),
+            *linear(f"{at}.out_proj", Whole(hidden), v, "row", index),
+        ]
+
+    def projections(self, at: str, hidden: int, index: Index) -> list[Role]:
+        k, v, head = Along("gdn_k_heads", self.k_width), Along("gdn_v_heads", self.v_width), Along("gdn_v_heads")
+        h = Whole(hidden)
+        return [
+            *linear(f"{at}.in_proj_qkv", Concat((k, k, v)), h, "column", index),
+            *linear(f"{at}.in_proj_z", v, h, "column", index),
+            *linear(f"{at}.in_proj_b", head, h, "column", index),
+            *linear(f"{at}.in_proj_a", head, h, "column", index),
         ]
 
 

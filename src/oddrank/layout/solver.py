@@ -378,7 +378,7 @@ class _Solver:
             source = {name: np.arange(n, dtype=np.int64) for name, n in self.stock.items()}
             source |= {la.axis: la.slots(rank) for la in c.layouts}
             partner = {p.follower: np.asarray(p.ranks[rank], dtype=np.int64) for p in c.pairings}
-            slots, refined = Slots(source, partner), self.refinement.everywhere
+            slots, refined = Slots(source, partner, not self.facts.equal_ranks), self.refinement.everywhere
             if storage_problem(self.model, self.census.uses, slots, axes, refined):
                 return False
         return True
