@@ -48,7 +48,8 @@ class Model(msgspec.Struct, frozen=True):
     config_axes: config key -> axis, for keys that hold an axis's count.
     config_fixed: config keys that must be written out in a changed config, with their values (`head_dim`).
     config_path: keys that lead from the top of config.json to the text config, e.g. ("text_config",).
-    ignored: regular expressions of stored tensors that carry no weights (`rotary_emb.inv_freq`).
+    ignored: regular expressions of stored tensors that have no role and are passed on as they are: those that carry no
+        weights (`rotary_emb.inv_freq`), and towers that every rank has whole.
     """
 
     family: str
