@@ -164,7 +164,7 @@ def minimax_m2(rng: Rng) -> Config:
 FAMILIES: dict[str, Callable[[Rng], Config]] = {
     make.__name__: make
     for make in (
-        qwen3_moe, mixtral, phi3, gpt_oss, glm4_moe, qwen3_next, gemma3, deepseek_v3, deepseek_v2,
+        qwen3_moe, mixtral, phi3, gpt_oss, glm4_moe, qwen3_next, gemma3, deepseek_v3, deepseek_v2, minimax_m2,
     )
 }  # fmt: skip
 """What a test is parametrized by -> a random config of it."""

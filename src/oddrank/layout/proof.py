@@ -16,6 +16,7 @@ from oddrank.errors import OddrankError
 from oddrank.formats import fill_word, format_named
 from oddrank.layout.census import Census
 from oddrank.layout.cost import kv_bytes_per_layer
+from oddrank.layout.crosstalk import unhandled
 from oddrank.layout.layouts import Layout
 from oddrank.layout.plan import Plan
 from oddrank.layout.storage import storage_problem
@@ -298,25 +299,10 @@ def _user_constraints(plan: Plan) -> None:
 def no_crosstalk(plan: Plan) -> str:
     """Operations across the units of an axis are handled by the executor by name, or their axis is unchanged."""
     facts = plan.executor_facts()
-    for cross in plan.model.crosstalk:
-        if cross.operation in facts.handles:
-            continue
-        layout, count = plan.layout(cross.axis), plan.model.axis(cross.axis).count
-        ranks = [layout.slots(r) for r in range(plan.tp)]
-        slots, trained = np.concatenate(ranks), np.arange(count)
-        if cross.operation == "rms_norm":
-            # equal copies of every element leave a mean over the axis as it was, in any order
-            times = np.bincount(slots[slots >= 0], minlength=count)
-            changed = bool((slots < 0).any()) or len(set(times.tolist())) > 1
-            what = "include dummies or unequal copies"
-        else:
-            # what is computed from an element's number needs all elements in their order: over the ranks or on each
-            changed = not np.array_equal(slots, trained) and not all(np.array_equal(r, trained) for r in ranks)
-            what = "number them anew, or see dummies and copies"
-        if changed:
-            raise _FoundError(
-                f"{cross.where} computes {cross.operation} across all {count} {cross.axis}; {facts.name} would "
-                f"{what}. The runtime executor computes it over the real ones, by their own numbers."
-            )
+    for cross, what in unhandled(plan.model, plan.layouts, facts):
+        raise _FoundError(
+            f"{cross.where} computes {cross.operation} across all {plan.model.axis(cross.axis).count} {cross.axis}; "
+            f"{facts.name} would {what}. The runtime executor computes it over the real ones, by their own numbers."
+        )
     names = sorted({c.operation for c in plan.model.crosstalk})
     return f"{', '.join(names)} across units handled" if names else "no operation runs across units"

@@ -18,6 +18,7 @@ from oddrank.layout import heads, widths
 from oddrank.layout.candidate import Candidate
 from oddrank.layout.census import Census
 from oddrank.layout.cost import Cost, kv_bytes_per_layer, rank_cost
+from oddrank.layout.crosstalk import unhandled
 from oddrank.layout.executors import EXECUTORS, Constraints, Executor
 from oddrank.layout.layouts import Layout, apportion
 from oddrank.layout.plan import Plan
@@ -194,6 +195,8 @@ class _Solver:
         fitting = [c for c in storable if self._fits(c, is_kv, gqa)]
         if not fitting:
             self._refuse_pair(sizes, storable, is_kv)
+        if layout != "pad":  # which leaves no choice: where it disturbs an operation across heads, the proof refuses it
+            fitting = [c for c in fitting if not unhandled(self.model, c.layouts, self.facts)] or fitting
         prefer = None
         if layout == "pad":
             padded = [c for c in fitting if c.gqa is not None and c.gqa >= sizes.ratio] or fitting
