@@ -72,7 +72,7 @@ def best(scores: F64, count: int, gaps: list[float] | None) -> npt.NDArray[np.in
     return order[:, :count]
 
 
-def at(values: F64, chosen: npt.NDArray[np.int64]) -> F64:
+def at_chosen(values: F64, chosen: npt.NDArray[np.int64]) -> F64:
     """`values` where chosen, zero elsewhere."""
     out = np.zeros_like(values)
     np.put_along_axis(out, chosen, np.take_along_axis(values, chosen, axis=-1), axis=-1)

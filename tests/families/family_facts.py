@@ -10,7 +10,8 @@ from family_reference import Config, module_of
 class Attention(NamedTuple):
     """One layer's attention. width: of a head. rotary: how much of it turns, `pairs`: its neighbours, not its halves.
     queries, keys: the axes. across: the norm of queries and keys runs over all heads. gated: each head has an output
-    gate beside its query. latent: multi-head latent attention, with values of width `value`."""
+    gate beside its query. latent: multi-head latent attention, with values of width `value`.
+    normed_values: an RMS norm on values, without weights. borrows: the layer whose keys and values it uses."""
 
     width: int
     scale: float
@@ -24,6 +25,8 @@ class Attention(NamedTuple):
     latent: bool = False
     pairs: bool = False
     value: int = 0
+    normed_values: bool = False
+    borrows: int | None = None
 
 
 class Facts(NamedTuple):
@@ -147,3 +150,28 @@ def _deepseek_v2(c: Config) -> dict[str, Any]:
 
 def _minimax_m2(c: Config) -> dict[str, Any]:
     return {"attention": _every(c, _plain(c, across=True)), "router": "sigmoid"}
+
+
+def _gemma4(c: Config) -> dict[str, Any]:
+    """As many layers as share use the keys and values of the last of their kind before them."""
+    count, q, kv = c["num_hidden_layers"], c["num_attention_heads"], c["num_key_value_heads"]
+    full_kv = c["num_global_key_value_heads"] if c.get("attention_k_eq_v") else kv
+    first = count - c["num_kv_shared_layers"]
+    assert q % kv == q % full_kv == 0
+    made = []
+    for i, kind in enumerate(c["layer_types"]):
+        full = kind == "full_attention"
+        width, theta = c["global_head_dim" if full else "head_dim"], c["rope_parameters"][kind]["rope_theta"]
+        own = "full_" if full and full_kv != kv else ""
+        lender = max(j for j in range(first) if c["layer_types"][j] == kind)
+        window = None if full else c["sliding_window"]
+        axes = {"queries": f"{own}q_heads", "keys": f"{own}kv_heads"}
+        borrows = lender if i >= first else None
+        made.append(Attention(width, 1.0, theta, width, window, **axes, normed_values=True, borrows=borrows))
+    return {
+        "attention": tuple(made),
+        "embed_scale": c["hidden_size"] ** 0.5,
+        "softcap": c["final_logit_softcapping"],
+        "unit": "gelu",
+        "chosen": c.get("top_k_experts", 0),
+    }

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 from family_arithmetic import (
-    at,
+    at_chosen,
     attend,
     best,
     clamped,
@@ -62,6 +62,7 @@ class _Model:
 
     def __init__(self, f: Facts, ranks: list[_Rank], weights: dict[str, F64], gaps: list[float] | None) -> None:
         self.f, self.ranks, self.weights, self.gaps = f, ranks, weights, gaps
+        self.kept: dict[int, list[dict[str, F64]]] = {}
 
     def norm(self, name: str, x: F64) -> F64:
         return rms(x, self.f.offset + self.weights[f"{self.f.at}{name}.weight"], self.f.eps)
@@ -77,10 +78,39 @@ class _Model:
             return x + self.feed(f"{self.f.at}{at}", self.norm(f"{at}post_attention_layernorm", x))
         x = x + self.norm(f"{at}post_attention_layernorm", mixed)
         fed = self.feed(f"{self.f.at}{at}", self.norm(f"{at}pre_feedforward_layernorm", x))
-        return x + self.norm(f"{at}post_feedforward_layernorm", fed)
+        if self.has(f"{at}post_feedforward_layernorm_1"):
+            beside = self.beside(f"{self.f.at}{at}", x, self.norm(f"{at}pre_feedforward_layernorm_2", x))
+            fed = self.norm(f"{at}post_feedforward_layernorm_1", fed)
+            fed = fed + self.norm(f"{at}post_feedforward_layernorm_2", beside)
+        x = x + self.norm(f"{at}post_feedforward_layernorm", fed)
+        if extra is not None:
+            gate, back = (self.weights[f"{self.f.at}{at}{n}.weight"]
+                          for n in ("per_layer_input_gate", "per_layer_projection"))  # fmt: skip
+            fed = (UNITS[self.f.unit](x @ gate.T) * extra[:, i]) @ back.T
+            x = x + self.norm(f"{at}post_per_layer_input_norm", fed)
+        return x * self.weights.get(f"{self.f.at}{at}layer_scalar", 1.0)
 
     def per_layer_inputs(self, tokens: list[int], x: F64) -> F64 | None:
-        return None
+        """Gemma 4's second embedding, [tokens, layers, width]: of the token, and of the first embedding."""
+        table = self.weights.get(f"{self.f.at}embed_tokens_per_layer.weight")
+        if table is None:
+            return None
+        width = table.shape[1] // self.f.layers
+        shape = (len(tokens), self.f.layers, width)
+        projection = self.weights[f"{self.f.at}per_layer_model_projection.weight"]
+        first = self.norm("per_layer_projection_norm", (x @ projection.T / np.sqrt(x.shape[1])).reshape(shape))
+        return (first + table[tokens].reshape(shape) * np.sqrt(width)) / np.sqrt(2)
+
+    def beside(self, at: str, x: F64, h: F64) -> F64:
+        """Gemma 4's experts beside the MLP: routed by the normed and scaled input, each expert's output scaled."""
+        total = np.zeros_like(x)
+        for r in self.ranks:
+            plain = rms(x, 1.0, self.f.eps) * r.weight(f"{at}router.scale") / np.sqrt(x.shape[1])
+            p = softmax(plain @ r.weight(f"{at}router.proj.weight").T)
+            share = at_chosen(p, best(p, self.f.chosen, self.gaps if r is self.ranks[0] else None))
+            share = share / share.sum(-1, keepdims=True) * r.weight(f"{at}router.per_expert_scale")
+            total += r.experts(at, h, share)
+        return total
 
     def mix(self, i: int, x: F64) -> F64:
         kind, at = self.f.attention[i], f"{self.f.at}layers.{i}."
@@ -92,6 +122,11 @@ class _Model:
         heads = [r.heads(at, x, kind) for r in self.ranks]
         if kind.across:
             self.norm_across(at, heads, kind)
+        for rank, h in enumerate(heads):
+            h |= {n: rope(h[n], kind.rotary, kind.theta) for n in "qk" if n in h}
+            if kind.borrows is not None:
+                h |= {n: self.kept[kind.borrows][rank][n] for n in "kv"}
+        self.kept[i] = heads
         return sum(r.attention(at, h, kind) for r, h in zip(self.ranks, heads, strict=True))
 
     def norm_across(self, at: str, heads: list[dict[str, F64]], kind: Attention) -> None:
@@ -131,7 +166,7 @@ class _Model:
         scores = x @ rank.weight(f"{name}.weight").T
         if f.router == "softmax of the best":
             scores = scores + rank.weight(f"{name}.bias")
-            share = at(np.exp(scores - scores.max(-1, keepdims=True)), best(scores, f.chosen, gaps))
+            share = at_chosen(np.exp(scores - scores.max(-1, keepdims=True)), best(scores, f.chosen, gaps))
             return share / share.sum(-1, keepdims=True)
         p = sigmoid(scores) if f.router == "sigmoid" else softmax(scores)
         bias = next((b for b in (f"{name}.e_score_correction_bias", f"{block}e_score_correction_bias")
@@ -139,7 +174,7 @@ class _Model:
         ranked = p if bias is None else p + rank.weight(bias)
         if f.groups > 1:
             ranked = in_best_groups(ranked, f.groups, f.kept_groups, f.group_top, gaps)
-        share = at(p, best(ranked, f.chosen, gaps))
+        share = at_chosen(p, best(ranked, f.chosen, gaps))
         if f.renormalised:
             share = share / share.sum(-1, keepdims=True)
         return share * f.routed_scale
@@ -194,21 +229,24 @@ class _Rank:
         if f"{at}qkv_proj.weight" in self.stored:
             parts = np.split(self.column(f"{at}qkv_proj", x), np.cumsum([q, kv]) * a.width, axis=1)
             return {n: split(p, c, a.width) for n, p, c in zip("qkv", parts, (q, kv, kv), strict=True)}
-        made = {n: split(self.column(f"{at}{n}_proj", x), kv, a.width) for n in "kv"}
+        stored = [n for n in "kv" if a.borrows is None and f"{at}{n}_proj.weight" in self.stored]
+        made = {n: split(self.column(f"{at}{n}_proj", x), kv, a.width) for n in stored}
+        if stored == ["k"]:
+            made["v"] = made["k"]
         both = split(self.column(f"{at}q_proj", x), q, a.width * (2 if a.gated else 1))
         made |= {"q": both[..., : a.width], "gate": both[..., a.width :]}
         if not a.across:
             for n in "qk":
                 weight = self.maybe(f"{at}{n}_norm.weight")
-                if weight is not None:
+                if weight is not None and n in made:
                     made[n] = rms(made[n], self.f.offset + weight, self.f.eps)
+        if a.normed_values and "v" in made:
+            made["v"] = rms(made["v"], 1.0, self.f.eps)
         return made
 
     def attention(self, at: str, h: dict[str, F64], a: Attention) -> F64:
-        partner = self.slice.partner(a.queries)
-        q, k = (rope(h[n], a.rotary, a.theta) for n in "qk")
-        sinks = self.maybe(f"{at}sinks")
-        out = attend(q, k[partner], h["v"][partner], a.scale, a.window, sinks)
+        partner, sinks = self.slice.partner(a.queries), self.maybe(f"{at}sinks")
+        out = attend(h["q"], h["k"][partner], h["v"][partner], a.scale, a.window, sinks)
         if a.gated:
             out = out * sigmoid(h["gate"])
         return self.row(f"{at}o_proj", out.transpose(1, 0, 2).reshape(out.shape[1], -1))

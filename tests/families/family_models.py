@@ -161,10 +161,37 @@ def minimax_m2(rng: Rng) -> Config:
     return c
 
 
+def gemma4(rng: Rng) -> Config:
+    """Two geometries, keys that serve as values, experts, double-wide MLPs of layers that use another's keys, a second
+    embedding: each in some of the configs."""
+    q, kv, full = [(8, 4, 2), (12, 6, 3), (6, 3, 3), (8, 2, 4), (12, 4, 6)][int(rng.integers(5))]
+    shared = int(rng.choice([0, 2]))
+    kinds = ["sliding_attention", "full_attention"] * (2 if shared else 1)
+    c = _common(
+        rng, "gemma4_text", "Gemma4", (q, kv), intermediate_size=int(rng.choice([9, 14])), sliding_window=3,
+        num_hidden_layers=len(kinds), layer_types=kinds, num_kv_shared_layers=shared, global_head_dim=8,
+        use_double_wide_mlp=_switch(rng), hidden_size_per_layer_input=6 if shared else int(rng.choice([0, 6])),
+        vocab_size_per_layer_input=512, attention_bias=_switch(rng), hidden_activation="gelu_pytorch_tanh",
+        final_logit_softcapping=3.0 if _switch(rng) else None, enable_moe_block=_switch(rng), tie_word_embeddings=True,
+    )  # fmt: skip
+    if _switch(rng, 0.7):
+        c |= {"attention_k_eq_v": True, "num_global_key_value_heads": full}
+    if c["enable_moe_block"]:
+        chosen = _experts(rng)
+        c |= {k: chosen[k] for k in ("num_experts", "moe_intermediate_size")}
+        c["top_k_experts"] = chosen["num_experts_per_tok"]
+    c["rope_parameters"] = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    return c
+
+
 FAMILIES: dict[str, Callable[[Rng], Config]] = {
     make.__name__: make
     for make in (
         qwen3_moe, mixtral, phi3, gpt_oss, glm4_moe, qwen3_next, gemma3, deepseek_v3, deepseek_v2, minimax_m2,
+        gemma4,
     )
 }  # fmt: skip
 """What a test is parametrized by -> a random config of it."""
@@ -184,6 +211,8 @@ def busy(family: str, tp: int) -> Config:
     c |= {"num_attention_heads": q, "num_key_value_heads": kv, "vocab_size": 64 * tp - 5}
     if family in ("phi3", "gemma3", "deepseek_v2"):  # the stock class wants whole heads in the hidden size
         c["hidden_size"] = 4 * q if family == "phi3" else 2 * q
+    if c.get("attention_k_eq_v"):
+        c |= {"num_attention_heads": 4 * kv, "num_global_key_value_heads": 2 * kv}
     if "linear_num_key_heads" in c:
         c |= {"linear_num_key_heads": kv, "linear_num_value_heads": 2 * kv}
     for key, width in (("intermediate_size", 37), ("moe_intermediate_size", 23)):

@@ -232,6 +232,13 @@ def executor(plan: Plan) -> str:
                     f"{facts.name} gives every rank the same number of {layout.axis}; the plan has "
                     f"{' / '.join(map(str, layout.counts()))}. The runtime executor runs such a plan."
                 )
+        for axes in plan.model.counted_together():
+            totals = {axis: plan.layout(axis).total() for axis in axes}
+            if len(set(totals.values())) > 1:
+                raise _FoundError(
+                    f"one config key counts {' and '.join(axes)}, so {facts.name} has as many of each; the plan has "
+                    f"{' and '.join(str(n) for n in totals.values())}. The runtime executor runs such a plan."
+                )
         for pair in plan.pairings:
             f, le = plan.layout(pair.follower).counts()[0], plan.layout(pair.leader).counts()[0]
             if not le or f % le or any(m != tuple(i // (f // le) for i in range(f)) for m in pair.ranks):
