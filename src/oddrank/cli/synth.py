@@ -10,7 +10,8 @@ import msgspec
 @click.argument("family")
 @click.argument("out", type=click.Path())
 @click.option("--format", "format_", default="bf16", show_default=True, metavar="F",
-              help="bf16, fp8-block, nvfp4-mixed (ModelOpt), nvfp4-ct or nvfp4-ct-block (compressed-tensors), mxfp4.")
+              help="bf16, fp8-block, mxfp4, nvfp4-mixed (ModelOpt), and of compressed-tensors fp8-ct, nvfp4-ct, "
+                   "nvfp4-ct-block.")
 @click.option("--size", metavar="NAME", help="A published size (27B, 35B-A3B, ...) or tiny; the largest by default.")
 @click.option("--layers", type=click.IntRange(min=1), help="Layers, at most.  [default: 4; all with --headers-only]")
 @click.option("--experts", type=click.IntRange(min=1), help="Experts a layer, at most.  [default: 8; all likewise]")
@@ -37,7 +38,7 @@ def command(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Write a checkpoint of FAMILY (qwen3_5, qwen3_5_moe, dflash, llama, mistral, qwen2, qwen3) to the directory OUT.
+    """Write a checkpoint of FAMILY (qwen3_5, llama, deepseek_v3, ...; a wrong name lists all) to the directory OUT.
 
     Every layer has the published sizes and tensor names; there are fewer layers, experts and tokens, unless options
     say otherwise. The values are random, seeded, and scaled so that the model runs.
