@@ -238,7 +238,7 @@ def take_census(
     problems += [
         f"{name} is {list(tensors[name].shape)}: only one scale for the whole layer can be carried as it is"
         for name in ignored
-        if name.endswith("_scale") and math.prod(tensors[name].shape) != 1
+        if name.endswith((".k_scale", ".v_scale")) and math.prod(tensors[name].shape) != 1
     ]
     problems += [
         f"{name} {tensors[name].dtype} {list(tensors[name].shape)} has no role in family {model.family}"
