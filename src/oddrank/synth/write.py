@@ -79,7 +79,7 @@ def encode(stored: Stored, seed: int) -> dict[str, Words]:
     limit = bound(logical, seed)
     names = stored.names()
     out = {n: np.empty(p.shape, STORAGE[p.dtype]) for n, p in zip(names, stored.parts, strict=True)}
-    for name, whole in zip(names, scheme.constants(limit), strict=True):
+    for name, whole in zip(names, scheme.constants(*matrix_shape(logical), limit), strict=True):
         if whole is not None:
             out[name][...] = whole
     dense = scheme is schemes.DENSE
@@ -89,7 +89,9 @@ def encode(stored: Stored, seed: int) -> dict[str, Words]:
                 continue
             target = out[name].reshape(matrix_shape(logical)) if dense else out[name]
             first = start // max(part.by_row, 1)
-            target[first : first + len(encoded)] = encoded
+            np.moveaxis(target, part.rows, 0)[first : first + encoded.shape[part.rows]] = np.moveaxis(
+                encoded, part.rows, 0
+            )
     return out
 
 
