@@ -19,7 +19,6 @@ from oddrank.runtime.serving.scheduler import Piece, Work
 from oddrank.runtime.step import Step
 from oddrank.runtime.threads import THREADED_CACHE, torch_threads
 
-
 _ANGLES = 1 << 15
 """Positions whose angles are there from the start: what is recorded is lost whenever their table grows."""
 

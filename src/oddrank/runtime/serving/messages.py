@@ -60,9 +60,10 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """waiting, running: requests. pages, pages_held: of the KV cache. seconds, tokens: of the last step, and what went
-    through the model in it. preempted: requests that had to give way, so far. queried, reused: prompt tokens, and those
-    of them that a known prefix saved, so far."""
+    """waiting, running: requests. pages, pages_held: of the KV cache. seconds: of the last step, from the end of the
+    one before it, or from the request that was waited for, to its own end. tokens: what went through the model in it.
+    preempted: requests that had to give way, so far. queried, reused: prompt tokens, and those of them that a known
+    prefix saved, so far. model: of the seconds, those in the model, up to its logits."""
 
     waiting: int
     running: int
@@ -74,6 +75,7 @@ class Stats(msgspec.Struct, frozen=True):
     preempted: int = 0
     queried: int = 0
     reused: int = 0
+    model: float = 0.0
 
 
 class Update(msgspec.Struct, frozen=True):

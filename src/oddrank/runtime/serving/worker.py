@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -37,6 +38,8 @@ from oddrank.runtime.serving.options import ServingOptions
 from oddrank.runtime.serving.pages import Pages, Snapshots
 from oddrank.runtime.serving.scheduler import Piece, Request, Scheduler, Work
 from oddrank.runtime.worker import load_rank
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -116,13 +119,17 @@ class Leader:
         self._asked: dict[int, _Asked] = {}
         self._queried = self._reused = 0
         self._stats = Stats(0, 0, self.pages.count, 0)
+        self._since = self._in_model = 0.0  # when the step began; seconds of it in the model
 
     def run(self) -> None:
         group = self.executor.model.group
         failed: list[Failed] = []
         while True:
-            if not self.scheduler and not failed and not self._take(self.link.receive(), failed):
-                break
+            if not self.scheduler and not failed:
+                message = self.link.receive()
+                self._since = time.perf_counter()
+                if not self._take(message, failed):
+                    break
             ended = False
             while self.link.waiting():
                 if not self._take(self.link.receive(), failed):
@@ -159,7 +166,7 @@ class Leader:
 
     def step(self, failed: list[Failed]) -> tuple[list[Chosen], list[Scored]]:
         """One step of all ranks."""
-        start = time.perf_counter()
+        self._in_model = 0.0
         work = self.scheduler.next_work()
         order, group, executor = self._ordering(work), self.executor.model.group, self.executor
         if group.size > 1:
@@ -168,20 +175,27 @@ class Leader:
         chosen: list[Chosen] = []
         scored: list[Scored] = []
         tokens: list[int | None] = []
-        logits = executor.generate(order)
+        logits = self._timed(lambda: executor.generate(order))
         if logits is not None:
             tokens += self._choose(logits, work.generating, chosen, failed)
-        filled = executor.fill(order)
+        filled = self._timed(lambda: executor.fill(order))
         if filled is not None:
-            last = filled.last()
+            last = self._timed(filled.last)
             ends = [(i, p) for i, p in enumerate(p for p in work.prompts if p.ends or p.request.all_logits) if p.ends]
             scored += self._score(filled, work.prompts)
             if last is not None and ends:
                 rows = last[[i for i, _ in ends]] if len(ends) < len(last) else last
                 tokens += self._choose(rows, [p for _, p in ends], chosen, failed)
         self.scheduler.done(work, tokens)
-        self._count(work, time.perf_counter() - start)
+        self._count(work)
         return chosen, scored
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        """The result of work, which is the model's."""
+        start = time.perf_counter()
+        done = work()
+        self._in_model += time.perf_counter() - start
+        return done
 
     def _choose(
         self, logits: Tensor, pieces: Sequence[Piece], chosen: list[Chosen], failed: list[Failed]
@@ -249,13 +263,14 @@ class Leader:
             found.append(Scored(piece.request.id, piece.start + 1, logprobs, tops, "length" if ended else ""))
         return found
 
-    def _count(self, work: Work, seconds: float) -> None:
-        s = self.scheduler
+    def _count(self, work: Work) -> None:
+        s, before = self.scheduler, self._since
+        self._since = time.perf_counter()
         for piece in work.prompts:
             if piece.ends and not piece.request.preempted:
                 self._queried += piece.request.prompt
                 self._reused += piece.request.reused
         self._stats = Stats(
-            len(s.waiting), s.running, self.pages.count, self.pages.held, self.pages.remembered, seconds,
-            sum(len(p.tokens) for p in work.pieces()), s.preempted, self._queried, self._reused,
+            len(s.waiting), s.running, self.pages.count, self.pages.held, self.pages.remembered, self._since - before,
+            sum(len(p.tokens) for p in work.pieces()), s.preempted, self._queried, self._reused, self._in_model,
         )  # fmt: skip
