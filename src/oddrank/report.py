@@ -10,7 +10,7 @@ from oddrank.geometry import Model
 from oddrank.layout.candidate import Candidate
 from oddrank.layout.capacity import rooms, tokens_together
 from oddrank.layout.census import Census, Use
-from oddrank.layout.cost import kv_bytes_per_layer, macs, rank_cost, state_bytes, weight_bytes
+from oddrank.layout.cost import kv_bytes, macs, rank_cost, state_bytes, weight_bytes
 from oddrank.layout.plan import Plan
 from oddrank.layout.proof import Check
 from oddrank.layout.solver import Choice, Solution
@@ -37,7 +37,6 @@ def describe(
         for r in range(plan.tp)
     ]
     stock_bytes = weight_bytes(model, plan.uses, stock)
-    kv_layers = model.kv.layers if model.kv else 0
     candidates = chosen(solution)
     return {
         "model": plan.name,
@@ -70,9 +69,9 @@ def describe(
         },
         "macs_per_token": {"stock": macs(model, stock, plan.context), "per_rank": [c.macs for c in costs]},
         "kv": {
-            "stock_bytes_per_token": kv_layers * kv_bytes_per_layer(model, stock, plan.kv_itemsize),
+            "stock_bytes_per_token": kv_bytes(model, stock, plan.kv_itemsize),
             "per_rank_bytes_per_token": [c.kv_bytes for c in costs],
-            "layers": kv_layers,
+            "layers": sum(cache.layers for cache in model.kv),
         },
         "state": {
             "stock_bytes_per_request": state_bytes(model, stock),
@@ -85,8 +84,7 @@ def describe(
         "notes": notes(plan, candidates),
         "idle_ranks": idle_ranks(plan),
         "alternatives": [
-            alternative(choice, model, plan.uses) for group in solution.choices if len(group) > 1
-            for choice in group
+            alternative(choice, model, plan.uses) for group in solution.choices if len(group) > 1 for choice in group
         ],
         "proof": {
             "ok": all(c.ok for c in checks),
@@ -170,9 +168,7 @@ def alternative(choice: Choice, model: Model, uses: tuple[Use, ...]) -> dict[str
         "layout": c.kind,
         "chosen": choice.chosen,
         "group": c.gqa,
-        "axes": [
-            {"name": la.axis, "planned": la.total(), "per_rank": list(la.counts())} for la in c.layouts
-        ],
+        "axes": [{"name": la.axis, "planned": la.total(), "per_rank": list(la.counts())} for la in c.layouts],
         "weight_bytes_per_rank": choice.cost.weight_bytes,
         "kv_bytes_per_token_per_rank": choice.cost.kv_bytes,
         "macs_per_token_per_rank": choice.cost.macs,

@@ -15,7 +15,7 @@ Config = dict[str, Any]
 _LINEAR = frozenset(
     (
         "attention", "delta_net", "delta_net_gate", "mlp", "shared", "expert", "router", "shared_gate", "lm_head",
-        "mtp_fc", "draft_fc", "kernel_projection", "selector", "vision", "conv", "embedding",
+        "mtp_fc", "draft_fc", "kernel_projection", "selector", "projection", "vision", "conv", "embedding",
     )
 )  # fmt: skip
 """Kinds that are modules with a weight, which a list of exceptions may name."""
@@ -61,6 +61,8 @@ def quantization_config(release: Release) -> Config | None:
             return _auto_round(release)
         case "int8" | "int4-ct" | "int4-ct-asym" | "int8-ct" | "mxfp8":
             return _one_scheme(release)
+        case "fp8-ct":
+            return _per_channel(release)
         case _:
             return _compressed_tensors(release)
 
@@ -104,9 +106,7 @@ def _quantized_layers(release: Release) -> Config:
         schemes.FP8_TENSOR.name: {"quant_algo": "FP8"},
         schemes.NVFP4.name: {"group_size": 16, "quant_algo": "NVFP4"},
     }
-    return {
-        _module(s): said[s.scheme.name] for s in release.stored() if s.scheme is not None and s.scheme.name in said
-    }
+    return {_module(s): said[s.scheme.name] for s in release.stored() if s.scheme is not None and s.scheme.name in said}
 
 
 def _values(bits: int, **more: object) -> Config:
@@ -132,6 +132,27 @@ _CT_TARGETS = {
     "mlp": r"re:.*mlp\.(gate|up|down)_proj$",
     "expert": r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$",
 }
+
+
+def _per_channel(release: Release) -> Config:
+    """compressed-tensors' FP8_DYNAMIC: every linear layer but those it lists."""
+    return {
+        "config_groups": {
+            "group_0": {
+                "format": "float-quantized",
+                "input_activations": _values(8, strategy="token", dynamic=True, observer=None),
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": _values(8, strategy="channel"),
+            }
+        },
+        "format": "float-quantized",
+        "global_compression_ratio": None,
+        "ignore": [m for m in _plain(release) if "embed" not in m],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
 
 
 def _compressed_tensors(release: Release) -> Config:
@@ -161,7 +182,11 @@ def _compressed_tensors(release: Release) -> Config:
             "group_1": {
                 "format": "nvfp4-pack-quantized",
                 "input_activations": _values(
-                    4, strategy="tensor_group", group_size=16, dynamic="local", observer="static_minmax",
+                    4,
+                    strategy="tensor_group",
+                    group_size=16,
+                    dynamic="local",
+                    observer="static_minmax",
                     scale_dtype=e4m3,
                 ),
                 "output_activations": None,
