@@ -31,7 +31,7 @@ from oddrank.runtime.expert_options import ExpertOptions
     "names",
     multiple=True,
     metavar="NAME",
-    help="What requests call it; repeatable. By default the directory's name.",
+    help="What requests call it; repeatable. By default the model's own name.",
 )
 @click.option(
     "--max-model-len",
@@ -88,8 +88,11 @@ def command(
             kv_memory, max_prefill_tokens, no_prefix_reuse, dtype,
         )  # fmt: skip
         return
+    from oddrank.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(where)
     plan = plan_for(
-        where, 1 if sizes is None and plan_file is None else sizes[0] if sizes else None, executor=executor,
+        checkpoint, 1 if sizes is None and plan_file is None else sizes[0] if sizes else None, executor=executor,
         layout=layout, context=context, constraints=constraints, run_tp=run_tp, plan_file=plan_file,
         rank_memory=rank_memory,
     )  # fmt: skip
@@ -106,7 +109,7 @@ def command(
             f"oddrank serve needs {error.name}, which is not installed: pip install 'oddrank[serve]'."
         ) from None
     serve(
-        where,
+        checkpoint.fetched().path,
         plan,
         ServeOptions(host, port, names, api_key, log_json),
         ServingOptions(
@@ -139,13 +142,16 @@ def _serve_with_vllm(
     running: int, kv_memory: list[float] | None, chunk: int, no_reuse: bool, dtype: str | None,
 ) -> None:  # fmt: skip
     """The same endpoint by vLLM, whose options are called otherwise."""
+    from oddrank.checkpoint.hub import hub_model
     from oddrank.engines.vllm.launch import serve as launch
 
     kinds = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     if dtype == "fp64":
         raise OddrankError("vLLM does not compute in fp64; --engine native does.")
-    arguments = [str(Path(model)), "--tensor-parallel-size", str(tp), "--host", host, "--port", str(port)]
-    arguments += ["--served-model-name", *(names or (Path(model).resolve().name,))]
+    named = hub_model(model)
+    arguments = [str(Path(model))] if named is None else [named.repo, "--revision", named.revision]
+    arguments += ["--tensor-parallel-size", str(tp), "--host", host, "--port", str(port)]
+    arguments += ["--served-model-name", *(names or (Path(named.repo if named else model).resolve().name,))]
     arguments += ["--max-num-seqs", str(running), "--max-num-batched-tokens", str(max(chunk, running))]
     arguments += ["--api-key", key] if key else []
     arguments += ["--max-model-len", str(length)] if length else []
