@@ -10,7 +10,7 @@ from huggingface_hub import close_session, constants
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub that huggingface_hub takes for its own, with an empty cache and no token. The working directory is empty."""
+    """A hub that huggingface_hub takes for its own, with an empty cache and no token, in an empty working directory."""
     with Hub() as running:
         template = running.url + "/{repo_id}/resolve/{revision}/{filename}"
         for name, value in {

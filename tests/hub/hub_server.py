@@ -29,10 +29,14 @@ class Asked(NamedTuple):
 
 
 class Repo:
-    """A repository: the directory its files lie in, and its revisions (every one has the same files)."""
+    """A repository: the directory its files lie in, and its revisions (every one has the same files).
+
+    edition: part of the files' ETags.
+    """
 
     def __init__(self, folder: Path, refs: dict[str, str] | None = None) -> None:
         self.folder = folder
+        self.edition = 1
         self.refs = refs or {"main": hashlib.sha1(str(folder).encode()).hexdigest()}
 
     def commit(self, revision: str) -> str | None:
@@ -109,10 +113,10 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_args: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         self.do_GET()
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         if path == "/api/agent-harnesses":
             return self.give(b"{}")
@@ -135,7 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
         return {"revision": self.revision, "tree": self.tree, "resolve": self.resolve}[found[2]](repo, commit, file)
 
     def revision(self, repo: Repo, commit: str, _file: str) -> None:
-        self.give(json.dumps({"sha": commit, "siblings": [{"rfilename": f} for f in repo.files()]}).encode())
+        siblings = [{"rfilename": file} for file in repo.files()]
+        self.give(json.dumps({"id": repo.folder.name, "sha": commit, "siblings": siblings}).encode())
 
     def tree(self, repo: Repo, _commit: str, _file: str) -> None:
         listed = []
@@ -231,4 +236,4 @@ def stored_apart(file: str) -> bool:
 
 
 def etag_of(repo: Repo, file: str) -> str:
-    return hashlib.sha256(f"{repo.folder}/{file}".encode()).hexdigest()
+    return hashlib.sha256(f"{repo.edition} {repo.folder}/{file}".encode()).hexdigest()

@@ -152,9 +152,13 @@ def test_small_tensors_are_read_from_the_hub_and_large_ones_refused(hub: Hub, tm
 
 
 def test_the_token_stays_with_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.repos["org/one"] = Repo(one_file(tmp_path / "one"))
+    """A redirect to the storage does not take it along, nor does a second request go there with it."""
+    folder = one_file(tmp_path / "one")
+    rewrite_header(folder / "model.safetensors", lambda h: h.update(__metadata__={"notes": "x" * (2 << 20)}))
+    hub.repos["org/one"] = Repo(folder)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     Checkpoint.open("org/one")
+    assert [a.host for a in hub.of("model.safetensors")] == ["hub", "storage", "storage"]
     assert {(a.host, a.token) for a in hub.asked} == {("hub", "Bearer hf_secret"), ("storage", None)}
 
 
@@ -274,7 +278,7 @@ def test_a_file_that_changes_between_two_requests(hub: Hub, tmp_path: Path, caps
 
     def change(_handler: Any, _file: str) -> bool:
         if [a.host for a in hub.of(shard)].count("storage") == 2:
-            hub.repos["org/model"].folder = folder.rename(tmp_path / "other")  # which its ETags are made of
+            hub.repos["org/model"].edition += 1
         return False
 
     hub.faults["storage", shard] = change

@@ -2,7 +2,7 @@
 
 What comes back is data that somebody else wrote, so every length is checked or bounded here; what it means is for the
 parsers of files on disk to say. Requests go through huggingface_hub's session: its proxies, certificates, endpoint
-(HF_ENDPOINT) and token (HF_TOKEN) hold. A token does not follow a redirect to another host.
+(HF_ENDPOINT) and token (HF_TOKEN) hold. No other host is sent the token.
 """
 
 from __future__ import annotations
@@ -75,10 +75,7 @@ class Remote:
 
     def __init__(self, model: HubModel) -> None:
         self.model = model
-        self._headers = {"user-agent": f"oddrank/{__version__}", "accept-encoding": "identity"}
-        token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
-        if token is not None:
-            self._headers["authorization"] = f"Bearer {token}"
+        self._token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
 
     def listing(self, revision: str) -> Listing:
         """The commit that `revision` is, and what files it has."""
@@ -102,16 +99,16 @@ class Remote:
     @contextmanager
     def part(self, url: str, start: int, end: int) -> Iterator[Answer]:
         """Bytes [start, end) of a file; all of it where the server knows no ranges, which only start = 0 allows."""
-        with self._get(url, {"range": f"bytes={start}-{end - 1}"}) as response:
+        with self._get(url, f"bytes={start}-{end - 1}") as response:
             answer = Answer(response, self._size(response, start))
             yield answer
             if answer.partial:
                 answer.take(end - start)  # a connection is used again where nothing is left on it
 
     @contextmanager
-    def _get(self, url: str, headers: dict[str, str] | None = None) -> Iterator[Any]:
-        """The answer to a GET, of which only the head has been read."""
-        with self.explained(url), closing(self._answered(url, {**self._headers, **(headers or {})})) as response:
+    def _get(self, url: str, span: str | None = None) -> Iterator[Any]:
+        """The answer to a GET, of which only the head has been read. span: the Range header."""
+        with self.explained(url), closing(self._answered(url, span)) as response:
             if response.status_code not in (200, 206):
                 raise self.refusal(response)
             coded = response.headers.get("content-encoding", "identity")
@@ -119,7 +116,12 @@ class Remote:
                 raise self._strange(str(response.url), f"it is compressed ({show(coded)}), which was not asked for")
             yield response
 
-    def _answered(self, url: str, headers: dict[str, str]) -> Any:
+    def _answered(self, url: str, span: str | None) -> Any:
+        headers = {"user-agent": f"oddrank/{__version__}", "accept-encoding": "identity"}
+        if span is not None:
+            headers["range"] = span
+        if self._token is not None and url.startswith(f"{constants.ENDPOINT}/"):
+            headers["authorization"] = f"Bearer {self._token}"
         for wait in (*WAITS, None):
             session = get_session()
             request = session.build_request("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
