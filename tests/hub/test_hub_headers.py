@@ -304,6 +304,7 @@ def test_whole_files_have_a_limit(
     hub.repos["org/one"] = Repo(one_file(tmp_path / "one"))
     hub.faults["hub", file] = endless
     assert "more than the 1048576 bytes" in refusal(capsys, "plan", "org/one", "--tp", 2)
+    assert hub.sent < 32 << 20  # the limit, and what fits into the sockets' buffers
 
 
 @pytest.mark.parametrize(
