@@ -50,7 +50,7 @@ def command(
     from oddrank.layout.coverage import disagreements
     from oddrank.layout.executors import Constraints
     from oddrank.layout.solver import Request
-    from oddrank.planner import plan_subject, study
+    from oddrank.planner import plan_subject, quantization_of, study
     from oddrank.transform.recipe import recipes
 
     source = click.get_current_context().get_parameter_source("executor")
@@ -60,9 +60,7 @@ def command(
     subject = study(checkpoint)
     census = subject.census
     modelopt = checkpoint.other_object("hf_quant_config.json")
-    contrary = list(
-        disagreements(subject.model, census, declared(checkpoint.config.get("quantization_config"), modelopt))
-    )
+    contrary = list(disagreements(subject.model, census, declared(quantization_of(checkpoint), modelopt)))
     shapes: dict[str, tuple[int, ...]] = {}
     if not census.problems:
         wanted = Constraints.parse(constraint_pairs(constraints), subject.model)

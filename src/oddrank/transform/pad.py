@@ -163,13 +163,14 @@ def _write_tensor(
             if progress is not None:
                 progress(len(piece))
         return
-    source = checkpoint.array(name)
+    source, beside = checkpoint.array(name), recipe.beside(name)
+    points = None if beside is None else checkpoint.array(beside)
     row = max(1, int(np.prod(recipe.shape[1:], dtype=np.int64)) * STORAGE[recipe.dtype].itemsize)
     rows = max(1, CHUNK // row)
     buffer = np.empty((min(rows, recipe.shape[0]), *recipe.shape[1:]), dtype=STORAGE[recipe.dtype])
     for start in range(0, recipe.shape[0], rows):
         part = buffer[: min(rows, recipe.shape[0] - start)]
-        apply_rows(recipe, source, start, part)
+        apply_rows(recipe, source, start, part, points)
         writer.write(name, part)
         if progress is not None:
             progress(part.nbytes)

@@ -11,6 +11,8 @@ from formats.codec import F64, Parts, Raw
 from formats.dialects import DIALECTS, Dialect, matrix, stored
 from formats.moves import Move, moved
 
+from oddrank.formats.declared import kind_of
+from oddrank.layout.executors import RUNTIME
 from oddrank.runtime.layers.module import Module
 from oddrank.runtime.layers.stored import StoredFormat
 from oddrank.runtime.loader import load
@@ -24,7 +26,8 @@ def dense(x: np.ndarray[Any, Any], bound: float) -> dict[str, Raw]:
     return {".weight": Raw("F32", x.astype(np.float32).view(np.uint32).copy())}
 
 
-EVERY: dict[str, Dialect] = {**DIALECTS, "dense": Dialect("dense", (1, 1), (1, 1), dense, {})}
+SERVED: dict[str, Dialect] = {n: d for n, d in DIALECTS.items() if kind_of(d.format) in RUNTIME.formats}
+EVERY: dict[str, Dialect] = {**SERVED, "dense": Dialect("dense", (1, 1), (1, 1), dense, {})}
 
 
 def tensors(parts: Parts) -> dict[str, torch.Tensor]:

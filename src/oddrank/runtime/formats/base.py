@@ -68,8 +68,9 @@ class Decoder(ABC):
     def shape(self, suffix: str, n: int, k: int, leading: tuple[int, ...] = ()) -> tuple[int, ...]:
         """The shape of a stored tensor of a matrix [*leading, n, k]."""
         rows, columns = (entries(size, b) for size, b in zip((n, k), self.blocks[suffix], strict=True))
-        kept = {"nk": (rows, columns), "n": (rows,), "one": (1,), "scalar": ()}[self._stored[suffix].shape]
-        return (*leading, *kept)
+        stored = self._stored[suffix]
+        orders = {"nk": (rows, columns), "kn": (columns, rows), "n": (rows,), "k": (columns,), "one": (1,)}
+        return (*leading, *orders.get(stored.shape, ()), *((stored.inner,) if stored.inner else ()))
 
     @abstractmethod
     def dequantize(self, stored: Parts, dtype: torch.dtype) -> Tensor:
