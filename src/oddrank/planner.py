@@ -59,7 +59,7 @@ def study(checkpoint: Checkpoint) -> Subject:
     prefix = next((p for p, names in tables.items() if names & checkpoint.tensors.keys()), family.prefixes[0])
     model = family.build(view, prefix)
     return Subject(
-        name=os.fsencode(checkpoint.path.name).decode("utf-8", "replace"),
+        name=os.fsencode(checkpoint.name).decode("utf-8", "replace"),
         config_digest=config_digest(checkpoint.config),
         model=model,
         census=take_census(model, checkpoint.tensors, quantization_of(checkpoint), checkpoint.array),
@@ -96,7 +96,7 @@ def plan_subject(subject: Subject, request: Request) -> Planned:
 
 
 def make_plan(
-    model: str | os.PathLike[str],
+    model: str | os.PathLike[str] | Checkpoint,
     tp: int,
     *,
     executor: str = "runtime",
@@ -106,13 +106,13 @@ def make_plan(
     run_tp: int | None = None,
     rank_memory: Sequence[float] | None = None,
 ) -> Planned:
-    """Plan the model directory `model` for `tp` ranks and prove the plan.
+    """Plan `model`, a model directory or a model of the hub (`owner/name`), for `tp` ranks and prove the plan.
 
     executor: `runtime` or `vllm`. layout: `auto`, `ragged`, `pad` or `replicate`. context: tokens of context the
     cost is weighed at. constraints: e.g. {"gqa": 6, "mlp_multiple": 64}. run_tp: ranks it will run on, where that
     is not `tp`. rank_memory: GiB of each rank, where they are unequal; each gets its share.
     """
-    subject = study(Checkpoint.open(model))
+    subject = study(model if isinstance(model, Checkpoint) else Checkpoint.open(model))
     request = Request(
         tp=tp,
         executor=executor,

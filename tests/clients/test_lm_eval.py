@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from clients.served_models import Reference
 from clients.served_process import KEY, PATIENCE, Serving
 

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 import torch
+
 from clients.conftest import PREFILL
 from clients.served_models import Reference, chat_ids
 from clients.served_process import KEY, Serving

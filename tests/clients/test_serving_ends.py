@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 from cli.test_cli import run
+
 from clients.served_models import write_synthetic
 from clients.served_process import Serving, ended, named_memory, started, until
 

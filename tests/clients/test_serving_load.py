@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
 from clients.mixed_requests import Asked, Got, ask_all, mixed
 from clients.served_models import write_synthetic
 from clients.served_process import Serving, anonymous_bytes, ended, started, until
