@@ -17,6 +17,7 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16
 LEVELS = {
     "level_avx2": AVX2,
     "level_avx512": AVX512,
+    "level_avx512bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"],
     "operations_avx2": AVX2,
     "operations_avx512": AVX512,
 }

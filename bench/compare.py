@@ -172,9 +172,7 @@ def main() -> int:
         if name in rates:
             gain = ratio(mine, name)
             against = "llama.cpp, Q4_1" if name == "llama.cpp" else "transformers' generate, bf16"
-            rows.append(
-                row(f"SmolLM2 decode, {mine}, against {against}", gain, "x", gain >= least, f">= {least} x")
-            )
+            rows.append(row(f"SmolLM2 decode, {mine}, against {against}", gain, "x", gain >= least, f">= {least} x"))
     print("\n".join(skipped), file=sys.stderr)
     report = {"load": load, "threads": threads, "skipped": skipped, "tokens_per_s": found, "rows": rows}
     print(json.dumps(report, indent=2))

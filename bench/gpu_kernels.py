@@ -119,9 +119,7 @@ def experts(speed: float) -> list[dict[str, Any]]:
     for name, form in FORMATS.items():
         kind = decoder(form)
         shapes = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
-        banks = [
-            {s: part.cuda() for s, part in stored(kind, *shape, leading=(EXPERTS, 1)).items()} for shape in shapes
-        ]
+        banks = [{s: part.cuda() for s, part in stored(kind, *shape, leading=(EXPERTS, 1)).items()} for shape in shapes]
         layer = experts_for((kind, banks[0]), (kind, banks[1]), F.silu)
         assert layer is not None
         nbytes = sum(part.nbytes for bank in banks for part in bank.values())

@@ -104,10 +104,26 @@ def main() -> int:
     held = max(r["parameter_bytes"] / r["slice_bytes"] for r in ranks)
     rate, ceiling = (size / statistics.median(times) / 1e9 for times in (loads, reads))
     rows = [
-        row(f"load at TP={TP}: time of all ranks, against reading the files once, cold", ratio, "x",
-            ratio <= TARGET_TIME, f"<= {TARGET_TIME} x", "reading the files", 1.0, 1 / ratio),
-        row(f"load at TP={TP}: the same until the weights are in the kernels' form", ready, "x", None, None,
-            "reading the files", 1.0, 1 / ready),
+        row(
+            f"load at TP={TP}: time of all ranks, against reading the files once, cold",
+            ratio,
+            "x",
+            ratio <= TARGET_TIME,
+            f"<= {TARGET_TIME} x",
+            "reading the files",
+            1.0,
+            1 / ratio,
+        ),
+        row(
+            f"load at TP={TP}: the same until the weights are in the kernels' form",
+            ready,
+            "x",
+            None,
+            None,
+            "reading the files",
+            1.0,
+            1 / ready,
+        ),
         row(f"load at TP={TP}", rate, "GB/s", None, None, "reading the files", ceiling),
         row("load: memory a rank keeps, against its slice", grown, "x", grown <= TARGET_KEPT, f"<= {TARGET_KEPT} x"),
         row("load: the same with its engine", running, "x", running <= TARGET_KEPT, f"<= {TARGET_KEPT} x"),

@@ -96,9 +96,7 @@ class Delta:
     def __init__(self, found: Library, threads: int) -> None:
         each = 4 * self.V_HEADS * self.WIDTH**2
         count = -(-ROTATED // each)
-        self.states = [
-            filled((1, self.V_HEADS, self.WIDTH, self.WIDTH), torch.float32) for _ in range(count)
-        ]
+        self.states = [filled((1, self.V_HEADS, self.WIDTH, self.WIDTH), torch.float32) for _ in range(count)]
         self.nbytes, self.found, self.threads = count * each, found, threads
         channels, values = (2 * self.K_HEADS + self.V_HEADS) * self.WIDTH, self.V_HEADS * self.WIDTH
         self.projected = torch.randn(1, channels + values + 2 * self.V_HEADS)

@@ -67,11 +67,23 @@ def main() -> int:
     ours, theirs = size / statistics.median(pads) / 1e9, size / statistics.median(copies) / 1e9
     anonymous = max(peaks)
     rows = [
-        row("pad: bytes per second against cp + fsync", ratio, "x", ratio >= TARGET_RATIO, f">= {TARGET_RATIO} x",
-            "cp + fsync of the same output", 1.0),
+        row(
+            "pad: bytes per second against cp + fsync",
+            ratio,
+            "x",
+            ratio >= TARGET_RATIO,
+            f">= {TARGET_RATIO} x",
+            "cp + fsync of the same output",
+            1.0,
+        ),
         row("pad: bytes per second", ours, "GB/s", None, None, "cp + fsync", theirs),
-        row("pad: peak anonymous memory", anonymous / 1e6, "MB", anonymous <= TARGET_ANONYMOUS,
-            f"<= {TARGET_ANONYMOUS / 1e6:.0f} MB"),
+        row(
+            "pad: peak anonymous memory",
+            anonymous / 1e6,
+            "MB",
+            anonymous <= TARGET_ANONYMOUS,
+            f"<= {TARGET_ANONYMOUS / 1e6:.0f} MB",
+        ),
     ]
     report = {
         "load": load,

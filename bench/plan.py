@@ -59,8 +59,16 @@ def main() -> int:
     torch = probed.stderr.strip().endswith("True")
     seconds, floor = statistics.median(walls), statistics.median(floors)
     rows = [
-        row("plan of 707 tensors, cold start", seconds, "s", seconds < TARGET_S and not torch,
-            f"< {TARGET_S} s, no torch", "python -c 'import numpy'", floor, floor / seconds),
+        row(
+            "plan of 707 tensors, cold start",
+            seconds,
+            "s",
+            seconds < TARGET_S and not torch,
+            f"< {TARGET_S} s, no torch",
+            "python -c 'import numpy'",
+            floor,
+            floor / seconds,
+        ),
         row("plan: processor time of it", statistics.median(cpus), "s", None),
     ]
     report = {

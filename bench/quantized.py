@@ -74,8 +74,15 @@ def pad_rows(scratch: Path, model: Path) -> list[dict[str, Any]]:
             peaks.append(peak)
     ratio = statistics.median(ratios)
     return [
-        row("pad of a quantized checkpoint, against cp + fsync", ratio, "x", ratio >= PAD_RATIO, f">= {PAD_RATIO} x",
-            "cp + fsync of the same output", 1.0),
+        row(
+            "pad of a quantized checkpoint, against cp + fsync",
+            ratio,
+            "x",
+            ratio >= PAD_RATIO,
+            f">= {PAD_RATIO} x",
+            "cp + fsync of the same output",
+            1.0,
+        ),
         row("pad: its peak anonymous memory", max(peaks), "MB", max(peaks) <= PAD_MB, f"<= {PAD_MB:.0f} MB"),
     ]
 
@@ -104,8 +111,16 @@ def stream_rows(model: Path) -> list[dict[str, Any]]:
     mine, bare = (statistics.quantiles(times, n=4)[0] for times in zip(*runs, strict=True))
     ratio = mine / bare
     return [
-        row("stream, against iterating and copying what changes", ratio, "x", ratio <= STREAM_RATIO,
-            f"<= {STREAM_RATIO} x", "iterating and copying", 1.0, 1.0 / ratio),
+        row(
+            "stream, against iterating and copying what changes",
+            ratio,
+            "x",
+            ratio <= STREAM_RATIO,
+            f"<= {STREAM_RATIO} x",
+            "iterating and copying",
+            1.0,
+            1.0 / ratio,
+        ),
     ]
 
 

@@ -221,9 +221,7 @@ def stock_vllm(subject: Subject, tp: int) -> dict[str, object]:
     """Does stock vLLM serve this size? {"stock_vllm": bool, "stock_vllm_why": what does not divide, or None}."""
     try:
         request = Request(tp=tp, executor="vllm", kv_itemsize=subject.kv_itemsize)
-        solution = solve(
-            subject.model, subject.census, request, name=subject.name, config_digest=subject.config_digest
-        )
+        solution = solve(subject.model, subject.census, request, name=subject.name, config_digest=subject.config_digest)
     except OddrankError as error:
         return {"stock_vllm": False, "stock_vllm_why": error.short}
     picked = [c.candidate for group in solution.choices for c in group if c.chosen]

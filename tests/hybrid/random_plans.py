@@ -19,9 +19,7 @@ Rng = np.random.Generator
 Ranks = list[list[int]]
 
 
-def _make(
-    s: Subject, executor: str, layouts: dict[str, Layout], pairings: list[Pairing], rng: Rng, tp: int
-) -> Plan:
+def _make(s: Subject, executor: str, layouts: dict[str, Layout], pairings: list[Pairing], rng: Rng, tp: int) -> Plan:
     """A plan of these layouts, owners on random ranks, experts on every rank."""
     for axis in s.model.axes:
         if axis.kind == "experts":

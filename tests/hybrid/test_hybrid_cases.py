@@ -41,9 +41,7 @@ def planned(
     s: Subject, tp: int, executor: str = "vllm", run_tp: int | None = None, layout: str = "auto", **wanted: int
 ) -> Planned:
     constraints = Constraints.parse(wanted, s.model)
-    return plan_subject(
-        s, Request(tp=tp, executor=executor, layout=layout, constraints=constraints, run_tp=run_tp)
-    )
+    return plan_subject(s, Request(tp=tp, executor=executor, layout=layout, constraints=constraints, run_tp=run_tp))
 
 
 def totals(plan: Plan, *axes: str) -> tuple[int, ...]:
@@ -89,9 +87,7 @@ def test_35b_heads_at_three_ranks(full: Study, fmt: str) -> None:
     assert pad.layout("q_heads").real() == (8, 8, 0)
 
 
-@pytest.mark.parametrize(
-    ("tp", "widths", "refined"), [(3, (768, 768), (576, 576)), (8, (1024, 1024), (512, 512))]
-)
+@pytest.mark.parametrize(("tp", "widths", "refined"), [(3, (768, 768), (576, 576)), (8, (1024, 1024), (512, 512))])
 def test_35b_fp8_widths(full: Study, tp: int, widths: tuple[int, int], refined: tuple[int, int]) -> None:
     """Cases 8 and 9: 512 is four blocks of 128, at eight ranks fewer blocks than ranks; blocks of 64 pad less."""
     s = full(MOE, "fp8-block")

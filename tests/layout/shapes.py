@@ -75,8 +75,9 @@ def config(
     v = VARIANTS[variant]
     made: Config = {
         "model_type": v.model_type,
-        "architectures": [{"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[v.model_type]
-                          + "ForCausalLM"],
+        "architectures": [
+            {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[v.model_type] + "ForCausalLM"
+        ],
         "hidden_size": q * head_dim if hidden is None else hidden,
         "intermediate_size": mlp,
         "num_attention_heads": q,

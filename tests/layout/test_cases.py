@@ -109,7 +109,9 @@ def test_case_4_glm_47_at_6() -> None:
     p = plan(s, 6, "vllm")
     found = choices(p)
     assert {k: found[k] for k in ((144, 12), (108, 18), (96, 24))} == {
-        (144, 12): (24, 2), (108, 18): (18, 3), (96, 24): (16, 4),
+        (144, 12): (24, 2),
+        (108, 18): (18, 3),
+        (96, 24): (16, 4),
     }
     assert vocab(p) == 151680
 
@@ -117,8 +119,9 @@ def test_case_4_glm_47_at_6() -> None:
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_case_5_qwen2_vl_72b_gptq(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """29568 channels are 231 groups of 128: no even cut at 2, 4 or 8, and 232 groups do."""
-    s = synthetic(monkeypatch, GPTQ, GPTQ_TABLE, followers=64, leaders=8, head_dim=128, hidden=256,
-                  widths={"mlp": 29568})
+    s = synthetic(
+        monkeypatch, GPTQ, GPTQ_TABLE, followers=64, leaders=8, head_dim=128, hidden=256, widths={"mlp": 29568}
+    )
     p = plan(s, tp, "vllm")
     assert p.plan.layout("mlp").total() == 29696
     assert per_rank(p, "q_heads") == (64 // tp,) * tp
@@ -133,8 +136,9 @@ def test_case_6_qwen3_30b_a3b_fp8_at_4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_case_7_minimax_m2_at_3(monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm across all heads: dummies are refused for vLLM, equal copies are not; the runtime reduces it."""
-    norms = tuple(Crosstalk(a, "rms_norm", f"layers.*.self_attn.{n}") for a, n in
-                  (("q_heads", "q_norm"), ("kv_heads", "k_norm")))
+    norms = tuple(
+        Crosstalk(a, "rms_norm", f"layers.*.self_attn.{n}") for a, n in (("q_heads", "q_norm"), ("kv_heads", "k_norm"))
+    )
     shape: dict[str, Any] = {"followers": 48, "leaders": 8, "head_dim": 128, "hidden": 256, "widths": {"moe": 1536}}
     s = synthetic(monkeypatch, FP8, FP8_TABLE, **shape, crosstalk=norms)
     with pytest.raises(Exception, match=r"no crosstalk: layers.\*.self_attn.q_norm computes rms_norm across all 48"):
@@ -204,8 +208,9 @@ def test_case_9_qwen36_35b_a3b_fp8_at_8(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_case_10_gpt_oss_20b_at_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    s = synthetic(monkeypatch, MXFP4, MXFP4_TABLE, followers=64, leaders=8, head_dim=64, hidden=128,
-                  widths={"moe": 2880})
+    s = synthetic(
+        monkeypatch, MXFP4, MXFP4_TABLE, followers=64, leaders=8, head_dim=64, hidden=128, widths={"moe": 2880}
+    )
     p = plan(s, 3, "vllm")
     assert choices(p)[72, 9] == (24, 3) and choices(p)[66, 33] == (22, 11)
     assert per_rank(p, "moe") == (960,) * 3 and p.plan.layout("moe").total() == 2880  # 90 groups of 32
@@ -214,8 +219,16 @@ def test_case_10_gpt_oss_20b_at_3(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("moe", "planned"), [(2048, 2304)])
 def test_case_11_deepseek_v3_fp8_at_6(moe: int, planned: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """128 MLA heads are a single axis: 128 rows each, whole blocks."""
-    s = synthetic(monkeypatch, FP8, FP8_TABLE, followers=128, leaders=128, head_dim=128, hidden=128,
-                  widths={"mlp": 18432, "moe": moe, "shared": moe})
+    s = synthetic(
+        monkeypatch,
+        FP8,
+        FP8_TABLE,
+        followers=128,
+        leaders=128,
+        head_dim=128,
+        hidden=128,
+        widths={"mlp": 18432, "moe": moe, "shared": moe},
+    )
     p = plan(s, 6, "vllm")
     assert per_rank(p, "q_heads") == (22,) * 6 and p.plan.layout("q_heads").total() == 132
     assert [p.plan.layout(a).total() for a in ("mlp", "moe", "shared")] == [18432, planned, planned]
@@ -229,9 +242,7 @@ def test_case_12_smollm2_at_2() -> None:
     runtime = plan(s, 2)
     assert runtime.plan.kind == "ragged"
     assert choices(runtime) == {(9, 4): (5, 2), (9, 3): (6, 2)}  # ragged, and whole KV groups 2 and 1
-    groups = next(
-        c.candidate for group in runtime.solution.choices for c in group if c.candidate.kind == "groups"
-    )
+    groups = next(c.candidate for group in runtime.solution.choices for c in group if c.candidate.kind == "groups")
     assert [la.counts() for la in groups.layouts] == [(6, 3), (2, 1)]
 
 
@@ -265,8 +276,7 @@ def test_case_14_dflash2_drafter_fp8_at_3(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_case_15_kimi_k2_fp8_at_6(monkeypatch: pytest.MonkeyPatch) -> None:
     """192 rows a head are one and a half blocks: 66 heads are 11 a rank, 16.5 blocks; 72 are 12."""
-    s = synthetic(monkeypatch, FP8, FP8_TABLE, followers=64, leaders=64, head_dim=192, hidden=128,
-                  widths={"moe": 2048})
+    s = synthetic(monkeypatch, FP8, FP8_TABLE, followers=64, leaders=64, head_dim=192, hidden=128, widths={"moe": 2048})
     assert units(s.model, s.census.uses)["q_heads"] == 2
     p = plan(s, 6, "vllm")
     assert per_rank(p, "q_heads") == (12,) * 6
@@ -280,8 +290,9 @@ def test_case_15_kimi_k2_fp8_at_6(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_case_16_deepseek_coder_v2_lite_at_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """10944 = 85.5 blocks of 128: the last source block is short."""
-    s = synthetic(monkeypatch, FP8, FP8_TABLE, followers=16, leaders=16, head_dim=128, hidden=128,
-                  widths={"mlp": 10944})
+    s = synthetic(
+        monkeypatch, FP8, FP8_TABLE, followers=16, leaders=16, head_dim=128, hidden=128, widths={"mlp": 10944}
+    )
     p = plan(s, 2, "vllm")
     assert p.plan.layout("mlp").total() == 11008
     assert p.plan.layout("mlp").real() == (5504, 5440)
@@ -321,8 +332,12 @@ def test_interleaved_gdn_projection_is_cut_by_groups(monkeypatch: pytest.MonkeyP
     """Qwen3-Next's in_proj_qkvz, [q, k, r v, r z] per key head: equal ranks only."""
     model = gdn_model(16, 32, 16, 2, {"moe": 512})
     k, v = Along("gdn_k_heads", 128), Along("gdn_v_heads", 128)
-    packed = Role("layers.0.linear_attn.in_proj_qkvz.weight", (Groups("gdn_k_heads", (k, k, v, v)), Whole(256)),
-                  "column", matrix=True)
+    packed = Role(
+        "layers.0.linear_attn.in_proj_qkvz.weight",
+        (Groups("gdn_k_heads", (k, k, v, v)), Whole(256)),
+        "column",
+        matrix=True,
+    )
     model = msgspec.structs.replace(model, roles=(*model.roles, packed))
     s = subject_of(model, toy_table(model))
     assert all(c.ok for c in plan(s, 3, "vllm").checks)

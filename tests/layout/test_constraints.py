@@ -32,9 +32,7 @@ def refusal(s: Subject, tp: int, executor: str = "vllm", **constraints: int) -> 
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("gqa", "q", "kv"), [(6, 12, 2), (5, 15, 3), (4, 12, 3), (3, 9, 3), (2, 8, 4), (1, 8, 8)]
-)
+@pytest.mark.parametrize(("gqa", "q", "kv"), [(6, 12, 2), (5, 15, 3), (4, 12, 3), (3, 9, 3), (2, 8, 4), (1, 8, 8)])
 def test_gqa(executor: str, gqa: int, q: int, kv: int) -> None:
     p = plan(qwen27b(), 3, executor, constraints={"gqa": gqa})
     assert per_rank(p, "q_heads") == (q,) * 3
@@ -201,9 +199,9 @@ def test_a_multiple_that_leaves_ranks_idle(executor: str, multiple: int, per: in
     """Fewer multiples than ranks: met, with ranks that hold no real channel. The plan says so."""
     p = plan(qwen27b(), 3, executor, constraints={"mlp_multiple": multiple})
     assert per_rank(p, "mlp") == (per,) * 3
-    assert p.plan.layout("mlp").real() == {7000: (7000, 7000, 3408), 8704: (8704, 8704, 0), 20000: (17408, 0, 0)}[
-        multiple
-    ]
+    assert (
+        p.plan.layout("mlp").real() == {7000: (7000, 7000, 3408), 8704: (8704, 8704, 0), 20000: (17408, 0, 0)}[multiple]
+    )
 
 
 def test_an_impossible_vocabulary() -> None:
@@ -236,8 +234,19 @@ def test_a_constraint_that_is_no_number_of_anything(key: str, value: int) -> Non
     st.sampled_from([(9, 3), (24, 4), (40, 8), (28, 4)]),
     st.integers(1, 6),
     st.dictionaries(
-        st.sampled_from(["gqa", "kv_bytes", "mlp", "mlp_multiple", "q_heads", "kv_heads", "q_heads_multiple",
-                         "vocab", "vocab_multiple"]),
+        st.sampled_from(
+            [
+                "gqa",
+                "kv_bytes",
+                "mlp",
+                "mlp_multiple",
+                "q_heads",
+                "kv_heads",
+                "q_heads_multiple",
+                "vocab",
+                "vocab_multiple",
+            ]
+        ),
         st.one_of(st.integers(1, 12), st.integers(1, 60), st.sampled_from([256, 512, 768, 1024, 96, 120])),
         max_size=3,
     ),
@@ -272,8 +281,13 @@ def _check_met(p: Any, constraints: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "q", "kv"), [("auto", (8, 8, 8), (2, 2, 2)), ("ragged", (8, 8, 8), (2, 2, 2)),
-                            ("pad", (12, 12, 12), (2, 2, 2)), ("replicate", (8, 8, 8), (4, 4, 4))]
+    ("layout", "q", "kv"),
+    [
+        ("auto", (8, 8, 8), (2, 2, 2)),
+        ("ragged", (8, 8, 8), (2, 2, 2)),
+        ("pad", (12, 12, 12), (2, 2, 2)),
+        ("replicate", (8, 8, 8), (4, 4, 4)),
+    ],
 )
 def test_layouts_by_name(layout: str, q: tuple[int, ...], kv: tuple[int, ...]) -> None:
     p = plan(qwen27b(), 3, "runtime", layout)

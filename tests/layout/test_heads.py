@@ -123,17 +123,12 @@ def test_ragged_takes_the_best_of_all_cuts(pair: tuple[PairSizes, int]) -> None:
     assert follow.total() == p.followers  # no dummies
     assert all((s >= 0).all() for s in (lead.slots(r) for r in range(ranks)))
     if p.followers <= 18 and ranks <= 5:
-        best = min(
-            _touched(p, cut)
-            for cut in _cuts(p.followers, ranks, most)
-        )
+        best = min(_touched(p, cut) for cut in _cuts(p.followers, ranks, most))
         assert (max(lead.counts()), lead.total()) == best
 
 
 def _cuts(total: int, ranks: int, most: int) -> list[tuple[int, ...]]:
-    return [
-        cut for cut in itertools.product(range(1, most + 1), repeat=ranks) if sum(cut) == total
-    ]
+    return [cut for cut in itertools.product(range(1, most + 1), repeat=ranks) if sum(cut) == total]
 
 
 def _touched(p: PairSizes, cut: tuple[int, ...]) -> tuple[int, int]:
@@ -239,7 +234,9 @@ def test_plain_padding_of_24_over_4_at_3_by_hand() -> None:
     c = heads.grouped(PairSizes("q_heads", "kv_heads", 24, 4, (1, 1)), 3, 6)
     assert c is not None
     assert [c.layouts[0].slots(r).tolist() for r in range(3)] == [
-        list(range(12)), list(range(12, 24)), [-1] * 12,
+        list(range(12)),
+        list(range(12, 24)),
+        [-1] * 12,
     ]
     assert [c.layouts[1].slots(r).tolist() for r in range(3)] == [[0, 1], [2, 3], [-1, -1]]
 

@@ -67,7 +67,17 @@ def test_a_plan_is_immutable() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "null", "[]", "{}", "17", '"plan"', '{"name": "x"}', "{", b"\xff\xfe", b"\x00" * 10, "[" * 100_000,
+        "",
+        "null",
+        "[]",
+        "{}",
+        "17",
+        '"plan"',
+        '{"name": "x"}',
+        "{",
+        b"\xff\xfe",
+        b"\x00" * 10,
+        "[" * 100_000,
         '{"tp": 1e999}',
     ],
 )
@@ -243,12 +253,7 @@ def test_where_stock_vllm_serves_the_plan_is_the_identity(
     s = subject(config(variant, q=q, kv=kv, mlp=mlp, vocab=vocab, layers=1))
     for tp in range(1, min(q, 16) + 1):
         p = some_plan(s, tp, "vllm")
-        stock = (
-            q % tp == 0
-            and (kv % tp == 0 or tp % kv == 0)
-            and mlp % tp == 0
-            and (-(-vocab // 64) * 64) % tp == 0
-        )
+        stock = q % tp == 0 and (kv % tp == 0 or tp % kv == 0) and mlp % tp == 0 and (-(-vocab // 64) * 64) % tp == 0
         assert stock == (tp in served)
         if stock:
             assert p is not None and p.kind == "identity" and p.is_identity()

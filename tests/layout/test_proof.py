@@ -233,9 +233,7 @@ def test_a_replicated_axis_that_is_summed(variant: str) -> None:
 def test_an_element_the_model_has_not(variant: str) -> None:
     s, p = made(variant, "runtime")
     refused(s, with_slots(p, "mlp", lambda r: r[0].append(100)), "exactly once", "element 100 of 100")
-    refused(
-        s, with_slots(p, "kv_heads", lambda r: r[0].append(4)), "exactly once", "element 4 of 4"
-    )
+    refused(s, with_slots(p, "kv_heads", lambda r: r[0].append(4)), "exactly once", "element 4 of 4")
 
 
 @FAMILIES
@@ -439,9 +437,7 @@ PACKED = Format("packed4", stored=(Stored(".weight_packed", ("U8",), block=(1, 2
 def blocked(monkeypatch: pytest.MonkeyPatch, **shape_: Any) -> Subject:
     monkeypatch.setitem(formats(), "block8", BLOCK)
     model = toy_model(**shape_)
-    return subject_of(
-        model, toy_table(model, {".weight": ("F8_E4M3", (1, 1)), ".weight_scale_inv": ("F32", (8, 8))})
-    )
+    return subject_of(model, toy_table(model, {".weight": ("F8_E4M3", (1, 1)), ".weight_scale_inv": ("F32", (8, 8))}))
 
 
 @BOTH
@@ -599,8 +595,13 @@ def test_a_norm_across_heads_over_dummies() -> None:
         plan(s, 3, "vllm", "pad")
     p = plan(s, 3, "runtime", "pad").plan
     assert p.layout("q_heads").total() == 18
-    refused(s, changed(p, executor="vllm", constraints=Constraints()), "no crosstalk", "vllm would include dummies",
-            "runtime executor computes it over the real ones")
+    refused(
+        s,
+        changed(p, executor="vllm", constraints=Constraints()),
+        "no crosstalk",
+        "vllm would include dummies",
+        "runtime executor computes it over the real ones",
+    )
 
 
 def test_a_norm_across_heads_where_nothing_is_added() -> None:

@@ -114,7 +114,10 @@ def test_packed_words_do_not_straddle() -> None:
     """Two e2m1 values a byte."""
     assert stored_index(np.asarray([2, 3, -1, -1, 0, 1]), 6, 2, shared=False).tolist() == [1, -1, 0]
     for logical, message in (
-        ([1, 2], "source entries 0 and 1"), ([3, 2], "packed"), ([2, -1], "packed"), ([2], "packed")
+        ([1, 2], "source entries 0 and 1"),
+        ([3, 2], "packed"),
+        ([2, -1], "packed"),
+        ([2], "packed"),
     ):
         with pytest.raises(StorageError, match=message):
             stored_index(np.asarray(logical), 6, 2, shared=False)

@@ -123,9 +123,7 @@ def test_equal_memory_is_an_equal_plan() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.integers(1, 4), st.integers(1, 6), st.integers(2, 12), st.lists(st.floats(1, 4), min_size=2, max_size=4)
-)
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(2, 12), st.lists(st.floats(1, 4), min_size=2, max_size=4))
 def test_any_memory(kv: int, ratio: int, blocks: int, gib: list[float]) -> None:
     memory = tuple(gib)
     model = subject(config(q=kv * ratio, kv=kv, head_dim=8, hidden=32, mlp=blocks * 16, vocab=96))
@@ -145,9 +143,7 @@ def test_a_plan_keeps_its_shares() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     merged = plan.at(2)
     assert merged.shares == (48.0, 32.0)
-    assert merged.layout("q_heads").counts() == tuple(
-        sum(plan.layout("q_heads").counts()[i : i + 2]) for i in (0, 2)
-    )
+    assert merged.layout("q_heads").counts() == tuple(sum(plan.layout("q_heads").counts()[i : i + 2]) for i in (0, 2))
     for wrong in ((24.0,), (24.0, -1.0, 1.0, 1.0)):
         with pytest.raises(OddrankError, match="its shares are"):
             Plan.from_json(msgspec.structs.replace(plan, shares=wrong).to_json())

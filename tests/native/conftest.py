@@ -20,7 +20,7 @@ def kernels() -> Iterator[Library]:
     found.use(before)
 
 
-@pytest.fixture(params=["scalar", "avx2", "avx512"])
+@pytest.fixture(params=["scalar", "avx2", "avx512", "avx512bf16"])
 def level(request: pytest.FixtureRequest, kernels: Library) -> str:
     """Each level in turn, in use."""
     if request.param not in kernels.runs:

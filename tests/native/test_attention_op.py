@@ -136,9 +136,7 @@ def test_a_cache_of_other_numbers() -> None:
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("rotated", [16, 6])
-def test_heads_go_into_the_cache(
-    dtype: torch.dtype, normed: bool, rotated: int, level: str, kernels: Library
-) -> None:
+def test_heads_go_into_the_cache(dtype: torch.dtype, normed: bool, rotated: int, level: str, kernels: Library) -> None:
     """Against the formula in float64; queries strided among gates, dummies' values not finite."""
     n, q_heads, kv_heads, dim, eps = 3, 5, 2, 16, 1e-3
     row = torch.randn(n, (2 * q_heads + 2 * kv_heads) * dim)

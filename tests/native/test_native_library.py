@@ -32,7 +32,7 @@ def test_levels(kernels: Library) -> None:
     assert kernels.levels[0] == "scalar" and kernels.runs[0] == "scalar"
     assert set(kernels.runs) <= set(kernels.levels)
     if platform.machine() == "x86_64":
-        assert kernels.levels == ["scalar", "avx2", "avx512"]
+        assert kernels.levels == ["scalar", "avx2", "avx512", "avx512bf16"]
     with pytest.raises(ValueError, match="sse9"):
         kernels.use("sse9")
 

@@ -103,9 +103,10 @@ def test_the_identity_plan_writes_the_same_model(sharded: Path, tmp_path: Path) 
     assert done.changed == 0
     for name, data in before.items():
         if name.endswith(".json") and "tokenizer" not in name:
-            assert json.loads(after[name]).items() >= {
-                k: v for k, v in json.loads(data).items() if k != "metadata"
-            }.items()
+            assert (
+                json.loads(after[name]).items()
+                >= {k: v for k, v in json.loads(data).items() if k != "metadata"}.items()
+            )
         else:
             assert after[name] == data, name
     assert config(tmp_path / "out") == config(sharded)

@@ -25,7 +25,12 @@ OPTIONS = ("--tp", "3", "--layout", "pad")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In five shards, with a tokenizer."""
     path = write_model(
-        tmp_path_factory.mktemp("killed") / "model", "qwen3", q=8, kv=4, mlp=45, dtype=torch.bfloat16,
+        tmp_path_factory.mktemp("killed") / "model",
+        "qwen3",
+        q=8,
+        kv=4,
+        mlp=45,
+        dtype=torch.bfloat16,
         max_shard_size="24KB",
     )
     assert len(list(path.glob("*.safetensors"))) == 5
@@ -123,7 +128,10 @@ def holding(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
     """A run that stands still between two writes."""
     with subprocess.Popen(
         [sys.executable, str(KILLED), "hold", "10", *map(str, arguments)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         try:
@@ -167,7 +175,9 @@ def test_a_limit_on_file_sizes(model: Path, whole: dict[str, bytes], tmp_path: P
 
     done = subprocess.run(
         [sys.executable, "-m", "oddrank", "pad", str(model), str(tmp_path / "out"), *OPTIONS],
-        capture_output=True, text=True, preexec_fn=limited,
+        capture_output=True,
+        text=True,
+        preexec_fn=limited,
     )
     assert done.returncode == 2
     one_line(done.stderr, "cannot be written", "File too large")

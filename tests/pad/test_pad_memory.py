@@ -18,9 +18,16 @@ def write_holes(path: Path) -> None:
     """A checkpoint of zeros that takes no room: 146 MiB a matrix of the MLP."""
     path.mkdir()
     config = {
-        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": MLP,
-        "num_attention_heads": Q, "num_key_value_heads": KV, "head_dim": HEAD_DIM, "num_hidden_layers": 1,
-        "vocab_size": VOCAB, "tie_word_embeddings": True,
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": MLP,
+        "num_attention_heads": Q,
+        "num_key_value_heads": KV,
+        "head_dim": HEAD_DIM,
+        "num_hidden_layers": 1,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": True,
     }
     (path / "config.json").write_text(json.dumps(config))
     at = "model.layers.0"
@@ -50,7 +57,8 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
     peak = 0
     with subprocess.Popen(
         [sys.executable, "-m", "oddrank", "pad", tmp_path / "model", tmp_path / "out", "--tp", "5", "--json"],
-        stdout=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         status = Path(f"/proc/{process.pid}/status")
         samples = 0

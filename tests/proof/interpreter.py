@@ -85,9 +85,7 @@ class _Rank:
 
     def attention(self, at: str, x: F64, facts: Any) -> F64:
         d, t = facts.head_dim, len(x)
-        q, k, v = (
-            self.column(f"{at}{p}_proj", x).reshape(t, -1, d).transpose(1, 0, 2) for p in ("q", "k", "v")
-        )
+        q, k, v = (self.column(f"{at}{p}_proj", x).reshape(t, -1, d).transpose(1, 0, 2) for p in ("q", "k", "v"))
         if facts.qk_norm:
             q = _norm(q, self.weight(f"{at}q_norm.weight"), facts.eps)
             k = _norm(k, self.weight(f"{at}k_norm.weight"), facts.eps)

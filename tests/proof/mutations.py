@@ -40,9 +40,7 @@ def with_slots(plan: Plan, axis: str, ranks: Slots) -> Plan:
 
 def with_partner(plan: Plan, maps: list[list[int]]) -> Plan:
     (p,) = plan.pairings
-    return msgspec.structs.replace(
-        plan, pairings=(Pairing(p.follower, p.leader, tuple(tuple(m) for m in maps)),)
-    )
+    return msgspec.structs.replace(plan, pairings=(Pairing(p.follower, p.leader, tuple(tuple(m) for m in maps)),))
 
 
 def partners(plan: Plan) -> list[list[int]]:
@@ -162,9 +160,7 @@ def wrong_kv(plan: Plan, rng: Rng, prompt: list[int]) -> Broken | None:
 def wrong_partner(plan: Plan, rng: Rng, prompt: list[int]) -> Broken | None:
     """One entry of the query-to-KV map points to a slot with another KV head, or a dummy."""
     q, kv, maps, r = slots(plan, "q_heads"), slots(plan, "kv_heads"), partners(plan), _ratio(plan)
-    at = _pick(
-        rng, _places(q, lambda rank, i, x: x >= 0 and any(held != x // r for held in kv[rank]))
-    )
+    at = _pick(rng, _places(q, lambda rank, i, x: x >= 0 and any(held != x // r for held in kv[rank])))
     if at is None:
         return None
     rank, i = at
@@ -213,8 +209,21 @@ def owner_beyond(plan: Plan, rng: Rng, prompt: list[int]) -> Broken | None:
 
 
 MUTATIONS: tuple[Callable[[Plan, Rng, list[int]], Broken | None], ...] = (
-    duplicate_query, repeat_query, drop_query, swap_queries, wrong_kv, wrong_partner, trained_ratio_lost,
-    duplicate_channel, drop_channel, replicate_mlp, duplicate_row, drop_row, no_owner, two_owners, owner_beyond,
+    duplicate_query,
+    repeat_query,
+    drop_query,
+    swap_queries,
+    wrong_kv,
+    wrong_partner,
+    trained_ratio_lost,
+    duplicate_channel,
+    drop_channel,
+    replicate_mlp,
+    duplicate_row,
+    drop_row,
+    no_owner,
+    two_owners,
+    owner_beyond,
 )
 
 

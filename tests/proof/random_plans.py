@@ -19,9 +19,7 @@ Rng = np.random.Generator
 Ranks = list[list[int]]
 
 
-def make(
-    s: Subject, executor: str, layouts: dict[str, Layout], pairing: Pairing, rng: Rng, tp: int
-) -> Plan:
+def make(s: Subject, executor: str, layouts: dict[str, Layout], pairing: Pairing, rng: Rng, tp: int) -> Plan:
     """A plan of these layouts, owners on random ranks."""
     return Plan(
         name="random",

@@ -144,10 +144,7 @@ def without_inert_queries(plan: Plan) -> Plan:
     return with_slots(
         plan,
         "q_heads",
-        [
-            [x if kv[r][at] >= 0 else -1 for x, at in zip(held, maps[r], strict=True)]
-            for r, held in enumerate(q)
-        ],
+        [[x if kv[r][at] >= 0 else -1 for x, at in zip(held, maps[r], strict=True)] for r, held in enumerate(q)],
     )
 
 

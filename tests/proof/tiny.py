@@ -73,8 +73,17 @@ def random_config(variant: str, rng: np.random.Generator) -> Config:
     if variant == "mistral" and rng.random() < 0.3:
         more["sliding_window"] = 4
     return config(
-        variant, q=q, kv=kv, head_dim=d, hidden=hidden, mlp=mlp, vocab=vocab, tied=bool(rng.random() < 0.3),
-        layers=2, torch_dtype="float64", **more,
+        variant,
+        q=q,
+        kv=kv,
+        head_dim=d,
+        hidden=hidden,
+        mlp=mlp,
+        vocab=vocab,
+        tied=bool(rng.random() < 0.3),
+        layers=2,
+        torch_dtype="float64",
+        **more,
     )
 
 

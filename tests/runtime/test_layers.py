@@ -259,4 +259,3 @@ def test_cache_grows_and_moves() -> None:
     assert not cache.layer(1)[1, :, 10:].any()
     cache.move(1, 0, 10)
     assert torch.equal(cache.layer(1)[0, :, :10], values)
-

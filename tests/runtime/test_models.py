@@ -190,9 +190,7 @@ def test_fp32_and_bf16_stay_near() -> None:
 def test_half_weights_agree_between_sizes() -> None:
     """Ranks sum fp32 terms of the same rounded weights: sizes differ by fp32 rounding, not by bf16's."""
     model = made("llama")
-    one, three = (
-        on_ranks(model, ragged(model, tp), lambda m: full_logits(m, TOKENS), "bf16")[0] for tp in (1, 3)
-    )
+    one, three = (on_ranks(model, ragged(model, tp), lambda m: full_logits(m, TOKENS), "bf16")[0] for tp in (1, 3))
     assert relative(three, one) < 1e-5
 
 

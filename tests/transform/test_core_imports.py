@@ -149,9 +149,7 @@ def imports(path: Path, package: str) -> set[str]:
 def _sources(name: str) -> list[tuple[Path, str]]:
     path = ROOT / name
     if path.is_dir():
-        return [
-            (p, ".".join(("oddrank", *p.relative_to(ROOT).parent.parts))) for p in sorted(path.rglob("*.py"))
-        ]
+        return [(p, ".".join(("oddrank", *p.relative_to(ROOT).parent.parts))) for p in sorted(path.rglob("*.py"))]
     return [(path.with_suffix(".py"), "oddrank")]
 
 

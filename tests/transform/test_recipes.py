@@ -44,9 +44,15 @@ def slots_of(plan_: Plan, rng: np.random.Generator) -> Slots:
 
 
 AXIS_OF = {  # part of the name -> (row axis, column axis), by hand
-    "q_proj": ("q_heads", None), "k_proj": ("kv_heads", None), "v_proj": ("kv_heads", None),
-    "o_proj": (None, "q_heads"), "gate_proj": ("mlp", None), "up_proj": ("mlp", None), "down_proj": (None, "mlp"),
-    "embed_tokens": ("vocab", None), "lm_head": ("vocab", None),
+    "q_proj": ("q_heads", None),
+    "k_proj": ("kv_heads", None),
+    "v_proj": ("kv_heads", None),
+    "o_proj": (None, "q_heads"),
+    "gate_proj": ("mlp", None),
+    "up_proj": ("mlp", None),
+    "down_proj": (None, "mlp"),
+    "embed_tokens": ("vocab", None),
+    "lm_head": ("vocab", None),
 }
 
 
@@ -203,8 +209,15 @@ def _toy(fmt: Format, parts: dict[str, Any], **shape: Any) -> Subject:
 def test_scale_blocks(tp: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scale follows the block of values it serves; dummy rows and columns get the format's own fills."""
     monkeypatch.setitem(formats(), BLOCK.name, BLOCK)
-    s = _toy(BLOCK, {".weight": ("F8_E4M3", (1, 1)), ".scale": ("U8", (4, 4))},
-             followers=6, leaders=2, head_dim=4, hidden=8, widths={"mlp": 28})
+    s = _toy(
+        BLOCK,
+        {".weight": ("F8_E4M3", (1, 1)), ".scale": ("U8", (4, 4))},
+        followers=6,
+        leaders=2,
+        head_dim=4,
+        hidden=8,
+        widths={"mlp": 28},
+    )
     rng = np.random.default_rng(tp)
     p = plan(s, tp, "runtime", layout).plan
     for rank in range(tp):

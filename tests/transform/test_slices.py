@@ -21,11 +21,20 @@ from oddrank.transform.slice import RankSlice, rank_slice
 
 # by hand: stored tensor -> (dimension that is cut, axis); anything else is on every rank
 CUT = {
-    "q_proj.weight": (0, "q_heads"), "k_proj.weight": (0, "kv_heads"), "v_proj.weight": (0, "kv_heads"),
-    "q_proj.bias": (0, "q_heads"), "k_proj.bias": (0, "kv_heads"), "v_proj.bias": (0, "kv_heads"),
-    "o_proj.weight": (1, "q_heads"), "gate_proj.weight": (0, "mlp"), "up_proj.weight": (0, "mlp"),
-    "gate_proj.bias": (0, "mlp"), "up_proj.bias": (0, "mlp"), "down_proj.weight": (1, "mlp"),
-    "embed_tokens.weight": (0, "vocab"), "lm_head.weight": (0, "vocab"),
+    "q_proj.weight": (0, "q_heads"),
+    "k_proj.weight": (0, "kv_heads"),
+    "v_proj.weight": (0, "kv_heads"),
+    "q_proj.bias": (0, "q_heads"),
+    "k_proj.bias": (0, "kv_heads"),
+    "v_proj.bias": (0, "kv_heads"),
+    "o_proj.weight": (1, "q_heads"),
+    "gate_proj.weight": (0, "mlp"),
+    "up_proj.weight": (0, "mlp"),
+    "gate_proj.bias": (0, "mlp"),
+    "up_proj.bias": (0, "mlp"),
+    "down_proj.weight": (1, "mlp"),
+    "embed_tokens.weight": (0, "vocab"),
+    "lm_head.weight": (0, "vocab"),
 }
 
 

@@ -107,8 +107,14 @@ def test_only_what_must_change_changes(variant: str) -> None:
         _, v, _ = padded(c, tp, "vllm")
         counts = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim")
         spelling = (
-            "model_type", "architectures", "sliding_window", "attention_bias", "attention_out_bias", "mlp_bias",
-            "attention_dropout", "residual_dropout",
+            "model_type",
+            "architectures",
+            "sliding_window",
+            "attention_bias",
+            "attention_out_bias",
+            "mlp_bias",
+            "attention_dropout",
+            "residual_dropout",
         )
         for key, value in c.items():
             if key not in counts + spelling:
@@ -130,7 +136,12 @@ def test_the_identity_s_config_is_the_stock_config() -> None:
 def test_what_a_config_leaves_out_keeps_its_meaning(variant: str, spelled: Any) -> None:
     """Defaults differ between config classes: what is absent must still mean what it meant under its own name."""
     left_out = (
-        "rms_norm_eps", "rope_theta", "hidden_act", "max_position_embeddings", "tie_word_embeddings", "torch_dtype"
+        "rms_norm_eps",
+        "rope_theta",
+        "hidden_act",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "torch_dtype",
     )
     c = {k: v for k, v in config(variant, q=8, kv=4).items() if k not in left_out}
     c["head_dim"] = 8
@@ -142,9 +153,21 @@ def test_what_a_config_leaves_out_keeps_its_meaning(variant: str, spelled: Any) 
     ours, theirs = transformers_config(c), transformers_config(other)
     assert theirs.model_type != ours.model_type
     for key in (
-        "rms_norm_eps", "rope_parameters", "hidden_act", "max_position_embeddings", "tie_word_embeddings",
-        "bos_token_id", "eos_token_id", "pad_token_id", "vocab_size", "hidden_size", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "intermediate_size", "num_hidden_layers",
+        "rms_norm_eps",
+        "rope_parameters",
+        "hidden_act",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "vocab_size",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "num_hidden_layers",
     ):
         assert getattr(theirs, key) == getattr(ours, key), key
     assert getattr(theirs, "sliding_window", None) is None
@@ -152,8 +175,13 @@ def test_what_a_config_leaves_out_keeps_its_meaning(variant: str, spelled: Any) 
 
 
 def test_other_rope_settings_survive() -> None:
-    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-              "original_max_position_embeddings": 64}
+    scaled = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     c = config("llama", q=9, kv=3, head_dim=8, mlp=22, vocab=50, torch_dtype="float64", rope_scaling=scaled)
     v = logits_agree(c, 5, "transformers")
     assert v["rope_scaling"] == scaled

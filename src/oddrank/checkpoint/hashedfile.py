@@ -169,9 +169,7 @@ class HashedFile:
             self._handed += 1
             self._filled = 0
             self._change.notify_all()
-            self._change.wait_for(
-                lambda: self._failure or self._handed - min(self._hashed, self._stored) < PIECES
-            )
+            self._change.wait_for(lambda: self._failure or self._handed - min(self._hashed, self._stored) < PIECES)
             if self._failure is not None:
                 raise write_error(self.path, self._failure)
 

@@ -11,16 +11,33 @@ from oddrank.errors import CheckFailedError, OddrankError
 
 @click.command("capture", short_help="Keep what a server answers to a suite of prompts")
 @click.argument("url")
-@click.option("--suite", "suite_name", default="short", show_default=True, metavar="short|long|FILE",
-              help="Ten short prompts, five of 512 tokens, or a .json, .jsonl or text file of prompts.")
+@click.option(
+    "--suite",
+    "suite_name",
+    default="short",
+    show_default=True,
+    metavar="short|long|FILE",
+    help="Ten short prompts, five of 512 tokens, or a .json, .jsonl or text file of prompts.",
+)
 @click.option("--concurrency", type=click.IntRange(1, 512), default=1, show_default=True, help="Prompts at a time.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), required=True, help="The file to write.")
 @click.option("--model", help="Its name there; by default the first that the server lists.")
-@click.option("--api", type=click.Choice(("auto", "chat", "completions")), default="auto", show_default=True,
-              help="What to ask: by default chat, where the server has it.")
+@click.option(
+    "--api",
+    type=click.Choice(("auto", "chat", "completions")),
+    default="auto",
+    show_default=True,
+    help="What to ask: by default chat, where the server has it.",
+)
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="Sent as a bearer token; by default $OPENAI_API_KEY.")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
-              metavar="SECONDS", help="For one answer.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For one answer.",
+)
 def command(
     url: str, suite_name: str, concurrency: int, output: str, model: str | None, api: str, api_key: str | None,
     timeout: float,
@@ -51,8 +68,10 @@ def command(
     write_capture(found, path)
     failed = [answer for answer in found.answers if answer.error]
     told = found.answers[0]
-    kept = "token ids and logprobs" if told.with_ids and told.tokens[0].top else (
-        "logprobs" if told.tokens and told.tokens[0].top else "token ids" if told.with_ids else "text alone"
+    kept = (
+        "token ids and logprobs"
+        if told.with_ids and told.tokens[0].top
+        else ("logprobs" if told.tokens and told.tokens[0].top else "token ids" if told.with_ids else "text alone")
     )
     click.echo(f"{path}: {len(found.answers) - len(failed)} answers of {found.model}, {found.api}, with {kept}")
     if failed:

@@ -18,18 +18,32 @@ if TYPE_CHECKING:
 @click.command("compare", short_help="Compare what two servers answer")
 @click.argument("a")
 @click.argument("b")
-@click.option("--suite", "suite_name", metavar="short|long|FILE",
-              help="For URLs; by default the other side's prompts, or short.")
+@click.option(
+    "--suite", "suite_name", metavar="short|long|FILE", help="For URLs; by default the other side's prompts, or short."
+)
 @click.option("--model-a", help="Its name at A, where that is a URL.")
 @click.option("--model-b", help="Its name at B, where that is a URL.")
 @click.option("--api", type=click.Choice(("auto", "chat", "completions")), help="For URLs, as for `oddrank capture`.")
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="For URLs; by default $OPENAI_API_KEY.")
-@click.option("--concurrency", type=click.IntRange(1, 512), default=1, show_default=True,
-              help="For URLs: prompts at a time.")
-@click.option("--near-tie", type=click.FloatRange(min=0), default=0.5, show_default=True, metavar="NATS",
-              help="How far apart two candidates may be, on either side, for their difference to be rounding.")
-@click.option("--max-kl", type=click.FloatRange(min=0), default=0.05, show_default=True, metavar="NATS",
-              help="How much KL divergence a token, over what both said, may be rounding.")
+@click.option(
+    "--concurrency", type=click.IntRange(1, 512), default=1, show_default=True, help="For URLs: prompts at a time."
+)
+@click.option(
+    "--near-tie",
+    type=click.FloatRange(min=0),
+    default=0.5,
+    show_default=True,
+    metavar="NATS",
+    help="How far apart two candidates may be, on either side, for their difference to be rounding.",
+)
+@click.option(
+    "--max-kl",
+    type=click.FloatRange(min=0),
+    default=0.05,
+    show_default=True,
+    metavar="NATS",
+    help="How much KL divergence a token, over what both said, may be rounding.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--html", type=click.Path(dir_okay=False), help="Write a page with the answers side by side.")
 def command(

@@ -30,7 +30,11 @@ class TokenIds(click.ParamType[list[int]]):
 @click.option("--tp", "sizes", type=Sizes(), help="Ranks; with --plan, by default the plan's own.")
 @click.option("--prompt", "prompts", multiple=True, help="Text to continue; repeatable (a batch).")
 @click.option(
-    "--prompt-ids", "id_prompts", type=TokenIds(), multiple=True, metavar="ID,ID,...",
+    "--prompt-ids",
+    "id_prompts",
+    type=TokenIds(),
+    multiple=True,
+    metavar="ID,ID,...",
     help="Token ids to continue, in place of a text: needs no tokenizer.",
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens at most.")

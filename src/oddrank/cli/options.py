@@ -83,7 +83,7 @@ def constraint_pairs(values: tuple[str, ...]) -> dict[str, int]:
         if not equals or not number.strip().isdecimal():
             raise OddrankError(f'--constraint "{value}": give NAME=NUMBER, e.g. gqa=6 or mlp_multiple=64.')
         if key.strip() in pairs:
-            raise OddrankError(f'--constraint {key.strip()} is given twice.')
+            raise OddrankError(f"--constraint {key.strip()} is given twice.")
         pairs[key.strip()] = int(number)
     return pairs
 

@@ -13,9 +13,7 @@ from oddrank.errors import OddrankError
 
 @click.command("plan", short_help="How a model is laid out over N ranks, what it costs, and the proof")
 @click.argument("model", type=click.Path())
-@click.option(
-    "--tp", "sizes", type=Sizes(many=True), required=True, help="Ranks: 3; or several sizes, 1-16 or 2,3,5."
-)
+@click.option("--tp", "sizes", type=Sizes(many=True), required=True, help="Ranks: 3; or several sizes, 1-16 or 2,3,5.")
 @planning("runtime")
 @RANK_MEMORY
 @click.option(
@@ -27,7 +25,7 @@ from oddrank.errors import OddrankError
 @click.option(
     "--drafter", type=click.Path(), help="A speculative drafter to plan with MODEL, so that their KV caches agree."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with the whole plan under \"plan\".")
+@click.option("--json", "as_json", is_flag=True, help='Print JSON, with the whole plan under "plan".')
 def command(
     model: str,
     sizes: list[int],

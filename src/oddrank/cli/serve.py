@@ -16,21 +16,46 @@ from oddrank.runtime.expert_options import ExpertOptions
 @click.command("serve", short_help="Serve a model behind an OpenAI-compatible API")
 @click.argument("model", type=click.Path(), required=False)
 @click.option("--tp", "sizes", type=Sizes(), help="Ranks; with --plan, by default the plan's own, else 1.")
-@click.option("--engine", type=click.Choice(("native", "vllm")), default="native", show_default=True,
-              help="Who computes: oddrank's runtime, or vLLM with oddrank's plugin.")
+@click.option(
+    "--engine",
+    type=click.Choice(("native", "vllm")),
+    default="native",
+    show_default=True,
+    help="Who computes: oddrank's runtime, or vLLM with oddrank's plugin.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all of them.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
 @click.option("--api-key", envvar="ODDRANK_API_KEY", help="What clients must send; by default $ODDRANK_API_KEY.")
-@click.option("--served-model-name", "names", multiple=True, metavar="NAME",
-              help="What requests call it; repeatable. By default the directory's name.")
-@click.option("--max-model-len", type=click.IntRange(min=2), metavar="TOKENS",
-              help="Of a prompt and its answer together; by default what the model is meant for.")
-@click.option("--max-running-requests", type=click.IntRange(1, 4096), default=32, show_default=True,
-              help="Requests in memory at once at most; others wait.")
-@click.option("--kv-memory", type=Memory(), metavar="GIB",
-              help="For KV cache on each rank; by default half of what is free.")
-@click.option("--max-prefill-tokens", type=click.IntRange(min=1), default=512, show_default=True,
-              help="Prompt tokens that one step takes beside those that generate.")
+@click.option(
+    "--served-model-name",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="What requests call it; repeatable. By default the directory's name.",
+)
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(min=2),
+    metavar="TOKENS",
+    help="Of a prompt and its answer together; by default what the model is meant for.",
+)
+@click.option(
+    "--max-running-requests",
+    type=click.IntRange(1, 4096),
+    default=32,
+    show_default=True,
+    help="Requests in memory at once at most; others wait.",
+)
+@click.option(
+    "--kv-memory", type=Memory(), metavar="GIB", help="For KV cache on each rank; by default half of what is free."
+)
+@click.option(
+    "--max-prefill-tokens",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Prompt tokens that one step takes beside those that generate.",
+)
 @click.option("--no-prefix-reuse", is_flag=True, help="Compute every prompt from its beginning.")
 @click.option("--dtype", type=click.Choice(("bf16", "fp16", "fp32", "fp64")), help="By default what the config says.")
 @click.option("--cpu-threads", "--threads", "threads", type=click.IntRange(min=1), help="Of each rank.")

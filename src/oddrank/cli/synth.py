@@ -9,16 +9,26 @@ import msgspec
 @click.command("synth", short_help="Write a checkpoint with a published model's geometry and random values")
 @click.argument("family")
 @click.argument("out", type=click.Path())
-@click.option("--format", "format_", default="bf16", show_default=True, metavar="F",
-              help="bf16, fp8-block, nvfp4-mixed (ModelOpt), nvfp4-ct or nvfp4-ct-block (compressed-tensors), mxfp4.")
+@click.option(
+    "--format",
+    "format_",
+    default="bf16",
+    show_default=True,
+    metavar="F",
+    help="bf16, fp8-block, nvfp4-mixed (ModelOpt), nvfp4-ct or nvfp4-ct-block (compressed-tensors), mxfp4.",
+)
 @click.option("--size", metavar="NAME", help="A published size (27B, 35B-A3B, ...) or tiny; the largest by default.")
 @click.option("--layers", type=click.IntRange(min=1), help="Layers, at most.  [default: 4; all with --headers-only]")
 @click.option("--experts", type=click.IntRange(min=1), help="Experts a layer, at most.  [default: 8; all likewise]")
 @click.option("--vocab", type=click.IntRange(min=8), help="Vocabulary, at most.  [default: 1024; all likewise]")
 @click.option("--full-vocab", is_flag=True, help="The whole vocabulary.")
 @click.option("--vision", is_flag=True, help="Inside a vision-language model, with its tower.")
-@click.option("--shards", type=click.IntRange(min=1), metavar="N",
-              help="Numbered weight files; otherwise as the format's releases have them.")
+@click.option(
+    "--shards",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Numbered weight files; otherwise as the format's releases have them.",
+)
 @click.option("--headers-only", is_flag=True, help="Sparse files: whole headers, the weights a hole.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")

@@ -35,8 +35,14 @@ def show_plan(report: dict[str, Any]) -> None:
         f"[bold]{report['layout']}[/]"
     )
     axes = Table(box=None, pad_edge=False, header_style="bold")
-    for column, justify in (("axis", "left"), ("stock", "right"), ("planned", "right"), ("per rank", "right"),
-                            ("real per rank", "right"), ("why", "left")):
+    for column, justify in (
+        ("axis", "left"),
+        ("stock", "right"),
+        ("planned", "right"),
+        ("per rank", "right"),
+        ("real per rank", "right"),
+        ("why", "left"),
+    ):
         axes.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     told = None
     for a in report["axes"]:
@@ -121,9 +127,7 @@ def show_sizes(name: str, executor: str, lines: list[dict[str, Any]]) -> None:
         if line["refused"]:
             table.add_row(str(line["tp"]), stock, f"refuses: {line['refused_short']}")
             continue
-        heads = "/".join(
-            each(a["per_rank"], line["tp"]) for a in line["axes"] if a["name"] in ("q_heads", "kv_heads")
-        )
+        heads = "/".join(each(a["per_rank"], line["tp"]) for a in line["axes"] if a["name"] in ("q_heads", "kv_heads"))
         table.add_row(
             str(line["tp"]),
             stock,

@@ -75,13 +75,11 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 
 
 def verdict(reference: Generation, other: Generation) -> str:
-    """"yes", or where the token sequences part and with which ids ("end": there is no token)."""
+    """ "yes", or where the token sequences part and with which ids ("end": there is no token)."""
     at = first_difference(reference.token_ids, other.token_ids)
     if at is None:
         return "yes"
-    theirs, ours = (
-        str(ids[at]) if at < len(ids) else "end" for ids in (reference.token_ids, other.token_ids)
-    )
+    theirs, ours = (str(ids[at]) if at < len(ids) else "end" for ids in (reference.token_ids, other.token_ids))
     return f"no: token {at} is {ours}, was {theirs}"
 
 
@@ -118,15 +116,13 @@ def demonstrate(
     wrong = [other for other in others if verdict(reference, other) != "yes"]
     if wrong:
         listed = "; ".join(f"TP={other.tp}, {verdict(reference, other)}" for other in wrong)
-        raise CheckFailedError(
-            f"{len(wrong)} of {len(others)} sizes do not give the tokens of TP=1: {listed}"
-        )
+        raise CheckFailedError(f"{len(wrong)} of {len(others)} sizes do not give the tokens of TP=1: {listed}")
     named = ", ".join(str(tp) for tp in sizes)
     console.print(f"All {len(reference.token_ids)} tokens are the same at TP=1 and at TP={named}.")
 
 
 def _spell(sizes: Sequence[int]) -> str:
-    """"2-5" for a run of sizes, as `oddrank plan --tp` takes it."""
+    """ "2-5" for a run of sizes, as `oddrank plan --tp` takes it."""
     return f"{sizes[0]}-{sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
 
 

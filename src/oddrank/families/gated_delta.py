@@ -134,12 +134,22 @@ class Experts(msgspec.Struct, frozen=True):
             *gated_mlp(f"{at}.shared_expert", hidden, "shared", index),
             *one,
             Role(
-                f"{experts}.gate_up_proj", (Along("experts"), Concat((width, width)), h), "column", index,
-                matrix=True, work=work, either=stacked,
+                f"{experts}.gate_up_proj",
+                (Along("experts"), Concat((width, width)), h),
+                "column",
+                index,
+                matrix=True,
+                work=work,
+                either=stacked,
             ),
             Role(
-                f"{experts}.down_proj", (Along("experts"), h, width), "row", index,
-                matrix=True, work=work, either=stacked,
+                f"{experts}.down_proj",
+                (Along("experts"), h, width),
+                "row",
+                index,
+                matrix=True,
+                work=work,
+                either=stacked,
             ),
         ]
 

@@ -95,4 +95,3 @@ def hybrid(c: ConfigView, prefix: str, family: str, *, experts: bool) -> Model:
         config_path=() if t is c else ("text_config",),
         ignored=WITHOUT_ROLE,
     )
-

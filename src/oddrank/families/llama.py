@@ -11,9 +11,7 @@ from oddrank.geometry import Model
 
 def build(c: ConfigView, prefix: str) -> Model:
     bias = c.get_bool("attention_bias", False)
-    return dense_decoder(
-        c, prefix, family="llama", qkv_bias=bias, o_bias=bias, mlp_bias=c.get_bool("mlp_bias", False)
-    )
+    return dense_decoder(c, prefix, family="llama", qkv_bias=bias, o_bias=bias, mlp_bias=c.get_bool("mlp_bias", False))
 
 
 def respell(config: Config, reader: str) -> Config:

@@ -10,9 +10,7 @@ from oddrank.geometry import Model
 
 def build(c: ConfigView, prefix: str) -> Model:
     bias = c.get_bool("attention_bias", False)
-    return dense_decoder(
-        c, prefix, family="qwen3", kv_heads=32, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True
-    )
+    return dense_decoder(c, prefix, family="qwen3", kv_heads=32, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 FAMILY = Family("qwen3", ("qwen3",), build)

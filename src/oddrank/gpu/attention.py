@@ -45,9 +45,7 @@ def by_pages(cache: KVCache) -> bool:
 _eager: WeakKeyDictionary[KVCache, dict[tuple[int, int | None], "PagedDecode"]] = WeakKeyDictionary()
 
 
-def decode(
-    q: Tensor, step: Step, cache: KVCache, layer: int, scale: float, window: int | None
-) -> Tensor | None:
+def decode(q: Tensor, step: Step, cache: KVCache, layer: int, scale: float, window: int | None) -> Tensor | None:
     """Attention of a decode step whose keys and values are in the cache. q [n, query slots, width], the same number at
     each KV slot, in order -> as q. None where torch is to compute it."""
     if not by_pages(cache):

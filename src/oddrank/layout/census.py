@@ -287,9 +287,7 @@ def take_census(
         f"{name} {tensors[name].dtype} {list(tensors[name].shape)} has no role in family {model.family}"
         for name in unmatched
     ]
-    return Census(
-        tuple(uses), len(tensors), ignored, tuple(aliased), unmatched, tuple(sorted(absent)), tuple(problems)
-    )
+    return Census(tuple(uses), len(tensors), ignored, tuple(aliased), unmatched, tuple(sorted(absent)), tuple(problems))
 
 
 def _in_order(form: _Form, base: str, read: Read | None) -> bool:

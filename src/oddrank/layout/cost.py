@@ -88,6 +88,4 @@ def rank_cost(
     kv = 0
     if model.kv is not None and (axes is None or model.kv.axis in axes):
         kv = model.kv.layers * kv_bytes_per_layer(model, counts, kv_itemsize)
-    return Cost(
-        weight_bytes(model, uses, counts, axes, refined), kv, macs(model, counts, context, axes), context
-    )
+    return Cost(weight_bytes(model, uses, counts, axes, refined), kv, macs(model, counts, context, axes), context)

@@ -20,9 +20,7 @@ from oddrank.layout.layouts import DUMMY, Layout, Pairing, apportion, even_pairi
 class PairSizes:
     """The numbers of one pair: followers, leaders, and the units (whole heads) in which each may be cut."""
 
-    def __init__(
-        self, follower: str, leader: str, followers: int, leaders: int, units: tuple[int, int]
-    ) -> None:
+    def __init__(self, follower: str, leader: str, followers: int, leaders: int, units: tuple[int, int]) -> None:
         self.follower, self.leader = follower, leader
         self.followers, self.leaders = followers, leaders
         self.ratio = followers // leaders

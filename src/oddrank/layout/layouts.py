@@ -77,9 +77,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     def is_even_split(self, stock: int) -> bool:
         """Every element once, in order, the same number on each rank."""
-        return len(set(self.counts())) == 1 and to_runs(from_runs(r for k in self.ranks for r in k)) == (
-            Run(0, stock),
-        )
+        return len(set(self.counts())) == 1 and to_runs(from_runs(r for k in self.ranks for r in k)) == (Run(0, stock),)
 
 
 class Pairing(msgspec.Struct, frozen=True):

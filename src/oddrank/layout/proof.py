@@ -37,8 +37,7 @@ class ProofError(OddrankError):
     def __init__(self, checks: tuple[Check, ...]) -> None:
         failed = [c for c in checks if not c.ok]
         super().__init__(
-            "this plan cannot be proven, so no weight is read. "
-            + " ".join(f"{c.name}: {c.detail}" for c in failed)
+            "this plan cannot be proven, so no weight is read. " + " ".join(f"{c.name}: {c.detail}" for c in failed)
         )
         self.checks = checks
 
@@ -163,9 +162,7 @@ def pairing(plan: Plan) -> str:
 
 def silence(plan: Plan) -> str:
     """A dummy adds nothing: its outgoing columns are zero, its incoming rows zero, every other fill finite."""
-    dummies = {
-        la.axis: sum(la.counts()) - sum(la.real()) for la in plan.layouts if sum(la.counts()) != sum(la.real())
-    }
+    dummies = {la.axis: sum(la.counts()) - sum(la.real()) for la in plan.layouts if sum(la.counts()) != sum(la.real())}
     for name in dummies:
         axis = plan.model.axis(name)
         if axis.summed and axis.kind != "vocab" and not any(True for _ in plan.summed_roles(name)):
@@ -296,9 +293,7 @@ def _user_constraints(plan: Plan) -> None:
             if count % multiple:
                 raise _FoundError(f"{axis}_multiple={multiple} was asked for; a rank has {count}.")
     if wanted.kv_bytes is not None:
-        most = max(
-            kv_bytes_per_layer(plan.model, plan.counts(r), plan.kv_itemsize) for r in range(plan.tp)
-        )
+        most = max(kv_bytes_per_layer(plan.model, plan.counts(r), plan.kv_itemsize) for r in range(plan.tp))
         if most != wanted.kv_bytes:
             raise _FoundError(f"kv_bytes={wanted.kv_bytes} was asked for; the plan needs {most}.")
 

@@ -35,8 +35,7 @@ def require_shares(shares: Sequence[float], tp: int, executor: str, layout: str,
     equal = [k for k, v in (("gqa", wanted.gqa), ("kv_bytes", wanted.kv_bytes)) if v is not None] + [*wanted.exact]
     if equal:
         raise OddrankError(
-            f"{shown} gives the ranks unequal parts, and constraint {equal[0]} says what every rank has. Leave out "
-            "one."
+            f"{shown} gives the ranks unequal parts, and constraint {equal[0]} says what every rank has. Leave out one."
         )
 
 

@@ -152,9 +152,7 @@ def _enough_units(model: Model, unit: dict[str, int], tp: int) -> None:
 
 
 class _Solver:
-    def __init__(
-        self, model: Model, census: Census, request: Request, facts: Executor, refinement: Refinement
-    ) -> None:
+    def __init__(self, model: Model, census: Census, request: Request, facts: Executor, refinement: Refinement) -> None:
         self.model, self.census, self.request, self.facts = model, census, request, facts
         self.refinement = refinement
         self.stock = model.stock()
@@ -354,9 +352,7 @@ class _Solver:
         return widths.padded(axis.name, axis.count, tp, unit, exact)
 
     def _is_quantized(self, axis: Axis) -> bool:
-        return any(
-            use.format != "dense" and axis.name in self.model.roles[use.role].axes() for use in self.census.uses
-        )
+        return any(use.format != "dense" and axis.name in self.model.roles[use.role].axes() for use in self.census.uses)
 
     def _refuse_width(self, axis: Axis, step: int, exact: int | None, multiple: int | None) -> NoReturn:
         tp, under = self.request.tp, f" under {axis.name}_multiple={multiple}" if multiple else ""
@@ -407,9 +403,7 @@ class _Solver:
         """Without shares, a candidate that needs no less of anything than another is dropped. With shares, less on
         the fullest rank may be more than its share, so all are weighed."""
         weighed = self.request.shares is not None
-        kept = [
-            c for c in candidates if weighed or c is prefer or not any(c.dominated_by(o) for o in candidates)
-        ]
+        kept = [c for c in candidates if weighed or c is prefer or not any(c.dominated_by(o) for o in candidates)]
         unique: list[Candidate] = []
         for c in kept:
             if all(c.layouts != o.layouts for o in unique):

@@ -12,9 +12,7 @@ from oddrank.layout.candidate import Candidate
 from oddrank.layout.layouts import DUMMY, Layout, apportion, fullest
 
 
-def aligned_unit(
-    width: int, ranks: int, unit: int, preferred: int, shares: Sequence[float] | None = None
-) -> int:
+def aligned_unit(width: int, ranks: int, unit: int, preferred: int, shares: Sequence[float] | None = None) -> int:
     """The unit to cut in: kernels like ranks of `preferred` channels' multiples, so take the largest power-of-two
     fraction of it that makes the widest rank at most 5% wider than `unit` alone would (2%, for its share, where that
     is how much memory it has)."""

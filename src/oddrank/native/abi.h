@@ -15,7 +15,7 @@ struct Matrix {
   int64_t block_n, block_k;    // rows and columns that an fp8 scale covers; 0: all
   float factor;                // multiplies every element
   int32_t format;
-  int32_t exact;               // 0: products may round x to something finer than bf16
+  int32_t exact;               // 0: products may round x, to bf16 or finer
   int32_t unused;
 };
 
@@ -35,13 +35,19 @@ struct Level {
   void (*multiply)(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
                    int64_t stride);
   const Gemm *gemm;
+  // Whether a product with many x is faster by `gemm` than by `multiply`.
+  bool (*decoded)(const Matrix &a);
 };
 
-inline constexpr bool alike(const Matrix &a, const Matrix &b) { return a.format == b.format && a.exact == b.exact; }
+// Scales of e4m3 that do not cover whole groups of a level's may be computed in another way than others.
+constexpr int64_t SEGMENTS = 64;
+inline constexpr bool alike(const Matrix &a, const Matrix &b) {
+  return a.format == b.format && a.exact == b.exact && (a.block_k % SEGMENTS == 0) == (b.block_k % SEGMENTS == 0);
+}
 
 extern const Level scalar_level;
 #if defined(__x86_64__)
-extern const Level avx2_level, avx512_level;
+extern const Level avx2_level, avx512_level, avx512bf16_level;
 #endif
 
 // The level that all calls compute with.

@@ -19,6 +19,9 @@ bool runs(const Level *level) {
   if (level == &avx512_level)
     return eight && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (level == &avx512bf16_level)
+    return runs(&avx512_level) && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_supports("avx512vbmi");
 #endif
   return false;
 }
@@ -28,6 +31,7 @@ const Level *const levels[] = {
 #if defined(__x86_64__)
     &avx2_level,
     &avx512_level,
+    &avx512bf16_level,
 #endif
 };
 constexpr int LEVELS = sizeof levels / sizeof levels[0];

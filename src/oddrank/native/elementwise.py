@@ -28,9 +28,7 @@ class AddArguments(ctypes.Structure):
     _fields_ = fields("x y", "rows width y_row", ("set", INT), ("threads", INT))
 
 
-def gated(
-    library: Library, gate_up: Tensor, activation: int, scale: Tensor | None = None, threads: int = 1
-) -> Tensor:
+def gated(library: Library, gate_up: Tensor, activation: int, scale: Tensor | None = None, threads: int = 1) -> Tensor:
     """activation(gate) * up, fp32 [..., width], of gate_up, fp32 [..., 2 * width], dense: gates, then ups. activation:
     of `ACTIVATIONS`. scale: fp32, a number for each row; sigmoid of it multiplies the row."""
     width = gate_up.shape[-1] // 2

@@ -177,6 +177,21 @@ struct Mxfp4 : E2m1 {
 #include "avx2_fixed.h"
 
 namespace oddrank {
-const Level avx2_level = {"avx2", arranged_here, arrange_here, multiply_here, &gemm};
+namespace {
+
+int64_t arranged_here(const Matrix &a) { return fixed(a) ? fixed_arranged(a) : arranged(a); }
+
+void arrange_here(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t *out) {
+  fixed(a) ? fixed_arrange(a, x, m, stride, out) : arrange(a, x, m, stride, out);
 }
+
+void multiply_here(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+                   int64_t stride) {
+  fixed(a) ? fixed_multiply(a, x, m, begin, end, y, stride) : multiply(a, x, m, begin, end, y, stride);
+}
+
+}  // namespace
+
+const Level avx2_level = {"avx2", arranged_here, arrange_here, multiply_here, &gemm, always};
+}  // namespace oddrank
 #endif

@@ -149,5 +149,5 @@ struct Mxfp4 : E2m1 {
 #include "gemm.h"
 
 namespace oddrank {
-const Level scalar_level = {"scalar", arranged, arrange, multiply, &gemm};
+const Level scalar_level = {"scalar", arranged, arrange, multiply, &gemm, always};
 }

@@ -24,7 +24,7 @@ struct LinearArguments {
 };
 
 constexpr int64_t PIECE = 48 << 10;  // bytes of weights in a piece of work: microseconds, many pieces a matrix
-constexpr int64_t BATCH_ROWS = 32;   // the least rows of one where there are several x: those that share a tile of them
+constexpr int64_t BATCH_ROWS = 48;   // the least rows of one where there are several x: those that share a tile of them
 
 struct Part {
   const uint8_t *const *x;  // m arranged ones
@@ -65,6 +65,24 @@ struct Product {
   }
 };
 
+struct Arranging {
+  const Level *level;
+  const LinearArguments *a;
+  const Matrix *matrix;
+  uint8_t *out;
+  int64_t each;
+
+  static void piece(void *context, int64_t b) {
+    const Arranging &p = *static_cast<Arranging *>(context);
+    p.level->arrange(*p.matrix, p.a->x + b * p.a->x_stride, 1, p.a->x_stride, p.out + b * p.each);
+  }
+};
+
+// Whether there is a part whose rows are better decoded once for many x than multiplied by a few x at a time.
+bool decoded(const Level *level, const LinearArguments &a) {
+  return std::any_of(a.parts, a.parts + a.count, [&](const Matrix &m) { return level->decoded(m); });
+}
+
 }  // namespace
 }  // namespace oddrank
 
@@ -73,7 +91,7 @@ using namespace oddrank;
 extern "C" void oddrank_linear(const LinearArguments *a) {
   if (!a->m || !a->count) return;
   const Level *level = level_in_use();
-  if (a->m >= GEMM_FROM) {
+  if (a->m >= GEMM_FROM && decoded(level, *a)) {
     gemm_linear(level->gemm, a->parts, a->count, a->x, a->m, a->x_stride, a->bias, a->y, a->y_stride, a->threads);
     return;
   }
@@ -101,7 +119,8 @@ extern "C" void oddrank_linear(const LinearArguments *a) {
     parts[size_t(i)].x = xs.data() + like * a->m;
     if (like < i) continue;
     const int64_t each = level->arranged(a->parts[i]);
-    level->arrange(a->parts[i], a->x, a->m, a->x_stride, to);
+    Arranging arranging = {level, a, &a->parts[i], to, each};
+    share(a->m >= GEMM_FROM ? a->threads : 1, a->m, Arranging::piece, &arranging);
     for (int64_t b = 0; b < a->m; b++, to += each) xs[size_t(i * a->m + b)] = to;
   }
   Product p = {level, a, parts.data()};

@@ -13,7 +13,7 @@ namespace {
 
 const Operations &of(const Level *level) {
 #if defined(__x86_64__)
-  if (level == &avx512_level) return avx512_operations;
+  if (level == &avx512_level || level == &avx512bf16_level) return avx512_operations;
   if (level == &avx2_level) return avx2_operations;
 #else
   (void)level;

@@ -109,9 +109,7 @@ class NativeRanks:
         """Sum a contiguous tensor over the ranks, in place. dtype: position in shm.py's list."""
         parts = self.in_parts(tensor.numel() * tensor.itemsize)
         first = signatures.parts if parts else signatures.steps
-        arguments = _AllReduce(
-            self._address, tensor.data_ptr(), tensor.numel(), dtype, first, signatures.last, parts
-        )
+        arguments = _AllReduce(self._address, tensor.data_ptr(), tensor.numel(), dtype, first, signatures.last, parts)
         call(self._all_reduce, arguments, tensor, self)
 
     def gather_columns(

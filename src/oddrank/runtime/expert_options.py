@@ -22,7 +22,7 @@ class CacheSize(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> "CacheSize":
-        """"48" experts a layer; "0.25" or "25%" of them; "auto". OddrankError for anything else."""
+        """ "48" experts a layer; "0.25" or "25%" of them; "auto". OddrankError for anything else."""
         said = text.strip()
         if said == "auto":
             return cls()

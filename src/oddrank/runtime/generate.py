@@ -267,7 +267,7 @@ def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
 
 
 def default_dtype(checkpoint: Checkpoint) -> str:
-    """"bf16", "fp16", "fp32" or "fp64": what the config says, else what most of the weights are stored in."""
+    """ "bf16", "fp16", "fp32" or "fp64": what the config says, else what most of the weights are stored in."""
     said = ConfigView(checkpoint.config).dtype()
     if said in _DTYPES:
         return _DTYPES[said]

@@ -111,9 +111,7 @@ def _places(model: Module) -> dict[str, tuple[Parameter, Part]]:
 def _check_shape(name: str, shape: tuple[int, ...], parameter: Parameter, place: Part) -> None:
     wanted = parameter.shape_of(place)
     if tuple(shape) != wanted:
-        raise OddrankError(
-            f"{name}: the plan gives this rank {list(shape)} and the model has room for {list(wanted)}."
-        )
+        raise OddrankError(f"{name}: the plan gives this rank {list(shape)} and the model has room for {list(wanted)}.")
 
 
 def _fill(target: Tensor, part: Slice, name: str) -> int:

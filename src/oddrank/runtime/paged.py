@@ -22,9 +22,7 @@ class PagedCache(KVCache):
     def __init__(self, plain: KVCache, slots: int, count: int, size: int, length: int, snapshots: int = 0) -> None:
         """plain: of the model, for slots + snapshots sequences, and empty: what is kept of a token. count, size: of the
         pages. length: of the longest sequence."""
-        super().__init__(
-            plain.layers, slots, plain.kv_heads, plain.head_dim, plain.dtype, plain.device, plain.states
-        )
+        super().__init__(plain.layers, slots, plain.kv_heads, plain.head_dim, plain.dtype, plain.device, plain.states)
         assert plain.states is None or plain.states.inputs.shape[1] == slots + snapshots
         self.size, self.count, self.snapshots = size, count, snapshots
         shape = (plain.layers, count, 2 * plain.kv_heads, size, plain.head_dim)
@@ -93,4 +91,3 @@ class PagedCache(KVCache):
         """(page, place in it) of the token after `past` of each sequence."""
         size = self.size
         return [(int(self.table[slot, at // size]), at % size) for slot, at in zip(slots, past, strict=True)]
-

@@ -38,7 +38,7 @@ class Precision(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """Whether kernels round products in fp32 only; else x may be rounded, finer than bf16 would."""
+        """Whether kernels round products in fp32 only; else x may be rounded, to bf16 or finer."""
         return self.weights.itemsize >= 4
 
     @classmethod
@@ -46,8 +46,8 @@ class Precision(msgspec.Struct, frozen=True):
         """The types for "bf16", "fp16", "fp32" or "fp64" (or torch's names for them). `cache`: another type
         for keys and values.
 
-        A CPU without bf16 arithmetic multiplies half-precision numbers in fp32 anyway, so there only weights
-        are half precision; activations and the cache stay fp32. Rounding them would cost time, and it would
+        On a CPU only weights are half precision; activations and the cache stay fp32, and are rounded, if at
+        all, inside of products (see `exact`). Rounding them all would cost time, and it would
         make small differences in the order of sums, which a different number of ranks always brings, a
         hundred times larger: greedy text would part much sooner.
         """

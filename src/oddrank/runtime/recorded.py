@@ -193,9 +193,7 @@ class DecodeSteps:
         cache.write(past, slots, wanted[1:])
         return wanted[0]
 
-    def _replay(
-        self, recorded: _Recorded, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int]
-    ) -> Tensor:
+    def _replay(self, recorded: _Recorded, tokens: Sequence[int], past: Sequence[int], slots: Sequence[int]) -> Tensor:
         inputs = recorded.inputs
         inputs.set(tokens, past, slots)
         if not recorded.embedded:

@@ -157,4 +157,3 @@ def local_logits(
 
     with torch.inference_mode():
         return LocalGroup.run(plan.tp, rank)[0]
-

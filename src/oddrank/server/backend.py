@@ -153,4 +153,3 @@ class Backend:
             queue.put_nowait(self.failure)
         self.loaded.set()
         self.lost.set()
-

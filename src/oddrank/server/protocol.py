@@ -162,8 +162,8 @@ class Message(BaseModel):
     def plain(self) -> dict[str, Any]:
         """For a template: the content as one text."""
         found = self.model_dump(exclude_none=True)
-        found["content"] = self.content if isinstance(self.content, str) else "".join(
-            part.text for part in self.content or []
+        found["content"] = (
+            self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
         )
         return found
 
@@ -235,8 +235,10 @@ def parse(kind: type[T], body: bytes) -> T:
         if first["type"] == "extra_forbidden":
             message = f'"{where}" is not supported by this server, or misspelt; leave it out.'
         elif first["type"] == "value_error":
-            message = f"{where}: {first['msg'].removeprefix('Value error, ')}." if where else (
-                f"{first['msg'].removeprefix('Value error, ')}."
+            message = (
+                f"{where}: {first['msg'].removeprefix('Value error, ')}."
+                if where
+                else (f"{first['msg'].removeprefix('Value error, ')}.")
             )
         else:
             message = f"{where}: {first['msg']}." if where else f"{first['msg']}."

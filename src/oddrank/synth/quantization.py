@@ -104,9 +104,7 @@ def _quantized_layers(release: Release) -> Config:
         schemes.FP8_TENSOR.name: {"quant_algo": "FP8"},
         schemes.NVFP4.name: {"group_size": 16, "quant_algo": "NVFP4"},
     }
-    return {
-        _module(s): said[s.scheme.name] for s in release.stored() if s.scheme is not None and s.scheme.name in said
-    }
+    return {_module(s): said[s.scheme.name] for s in release.stored() if s.scheme is not None and s.scheme.name in said}
 
 
 def _values(bits: int, **more: object) -> Config:
@@ -161,7 +159,11 @@ def _compressed_tensors(release: Release) -> Config:
             "group_1": {
                 "format": "nvfp4-pack-quantized",
                 "input_activations": _values(
-                    4, strategy="tensor_group", group_size=16, dynamic="local", observer="static_minmax",
+                    4,
+                    strategy="tensor_group",
+                    group_size=16,
+                    dynamic="local",
+                    observer="static_minmax",
                     scale_dtype=e4m3,
                 ),
                 "output_activations": None,

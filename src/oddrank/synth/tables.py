@@ -24,9 +24,7 @@ class Logical(NamedTuple):
     file: str
 
 
-def hybrid_table(
-    size: Hybrid, *, wrapped: bool, stacked: bool, mtp_stacked: bool, vision: bool
-) -> Iterator[Logical]:
+def hybrid_table(size: Hybrid, *, wrapped: bool, stacked: bool, mtp_stacked: bool, vision: bool) -> Iterator[Logical]:
     """Qwen3.5 / 3.6 / 3.8, dense or MoE, with its MTP layer.
 
     wrapped: inside a vision-language model. stacked, mtp_stacked: a layer's experts in two tensors, or each by itself.
@@ -36,8 +34,10 @@ def hybrid_table(
     yield Logical(f"{at}.embed_tokens.weight", (size.vocab, h), "embedding", "outside")
     for i in range(size.layers):
         full = (i + 1) % 4 == 0
-        mixer = _gated_attention(size, f"{at}.layers.{i}", f"layers-{i}") if full else _delta_net(
-            size, f"{at}.layers.{i}", f"layers-{i}"
+        mixer = (
+            _gated_attention(size, f"{at}.layers.{i}", f"layers-{i}")
+            if full
+            else _delta_net(size, f"{at}.layers.{i}", f"layers-{i}")
         )
         yield from mixer
         yield from _feed_forward(size, f"{at}.layers.{i}", f"layers-{i}", stacked)

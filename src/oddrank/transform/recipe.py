@@ -69,9 +69,7 @@ def spans_of(index: IntArray) -> tuple[Span, ...]:
     step = np.where(index[:-1] < 0, index[1:] < 0, index[1:] == index[:-1] + 1)
     starts = np.flatnonzero(np.concatenate([[True], ~step]))
     ends = np.append(starts[1:], len(index))
-    return tuple(
-        Span(int(s), int(index[s]), int(e - s)) for s, e in zip(starts, ends, strict=True)
-    )
+    return tuple(Span(int(s), int(index[s]), int(e - s)) for s, e in zip(starts, ends, strict=True))
 
 
 class Made(NamedTuple):

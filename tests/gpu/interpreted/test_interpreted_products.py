@@ -110,9 +110,7 @@ NAN = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("case", "suffix", "value"), NAN, ids=str)
-def test_codes_of_nan_reach_their_rows_and_no_other(
-    case: Case, suffix: str, value: float, dtype: torch.dtype
-) -> None:
+def test_codes_of_nan_reach_their_rows_and_no_other(case: Case, suffix: str, value: float, dtype: torch.dtype) -> None:
     made = sample(case, 140, 272)
     part = made.stored[suffix]
     words = part.view(torch.uint8) if isinstance(value, int) else part

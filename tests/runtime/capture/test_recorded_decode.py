@@ -99,9 +99,7 @@ class Planted(RMSNorm):
         (lambda x: (np.multiply(x.numpy(), 2, out=x.numpy()), x)[1], "other numbers"),  # torch does not see that
     ],
 )
-def test_a_model_with_a_stray_operation_stays_as_it_is(
-    plant: Any, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_with_a_stray_operation_stays_as_it_is(plant: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
     model = solo(long("llama"))
     layer = model.layers[1].post_attention_layernorm
     layer.__class__ = Planted

@@ -95,9 +95,7 @@ def stacked(kind: str) -> Stack:
     tensors = {}
     for suffix in one.blocks:
         tail = suffix.removeprefix(".weight")
-        rows = [
-            [one.tensors[f"{AT}.{e}.{name}_proj{suffix}"] for name in ("gate", "up", "down")] for e in range(E)
-        ]
+        rows = [[one.tensors[f"{AT}.{e}.{name}_proj{suffix}"] for name in ("gate", "up", "down")] for e in range(E)]
         both = [np.concatenate([gate.words, up.words]) for gate, up, _ in rows]
         dtype = rows[0][0].dtype
         tensors[f"{AT}.gate_up_proj{tail}"] = Raw(dtype, np.stack(both))

@@ -84,9 +84,7 @@ def test_the_experts_of_transformers(backend):
     hf = Qwen3_5MoeExperts(config).double()
     made = stack(DENSE)
     with torch.no_grad():
-        hf.gate_up_proj.copy_(
-            torch.from_numpy(np.stack([np.concatenate([m["gate"], m["up"]]) for m in made.matrices]))
-        )
+        hf.gate_up_proj.copy_(torch.from_numpy(np.stack([np.concatenate([m["gate"], m["up"]]) for m in made.matrices])))
         hf.down_proj.copy_(torch.from_numpy(np.stack([m["down"] for m in made.matrices])))
     x, weights, ids = routing().tensors(torch.float64)
     wanted = hf(x, ids, weights).numpy()

@@ -22,6 +22,7 @@ from stream.releases import as_torch, checkpoint
 import oddrank
 from oddrank.checkpoint import Checkpoint
 from oddrank.layout.plan import Plan
+from oddrank.native import library
 from oddrank.planner import make_plan
 from oddrank.runtime.generate import Session
 from oddrank.runtime.loader import prepare
@@ -91,7 +92,8 @@ def on_ranks(family: str, fmt: str, made: Plan, work: Any, dtype: str) -> list[A
 @pytest.mark.parametrize(("family", "fmt"), CASES)
 def test_logits_of_transformers(family: str, fmt: str, tp: int) -> None:
     """A prompt in two chunks, then cached steps; in fp32, and in bf16 (weights as stored and prepared, activations in
-    fp32, which kernels may round finer than bf16)."""
+    fp32, which kernels may round: by 2^-16 or, on CPUs that multiply bf16, to bf16, where transformers in bf16
+    throughout is 0.013 to 0.020 from this reference)."""
 
     def work(model: Llama) -> torch.Tensor:
         prepare(model)
@@ -102,11 +104,12 @@ def test_logits_of_transformers(family: str, fmt: str, tp: int) -> None:
             at += count
         return torch.cat(rows)
 
-    want = reference(family, fmt)
+    want, found = reference(family, fmt), library()
+    bf16 = 0.013 if found is not None and found.level == "avx512bf16" else 1e-3
     for dtype in ("fp32", "bf16") if tp == 2 else ("fp32",):
         for logits in on_ranks(family, fmt, plan(family, fmt, tp), work, dtype):
             assert logits.dtype == torch.float32
-            assert distance(logits.double(), want) < (1e-4 if dtype == "fp32" else 1e-3)
+            assert distance(logits.double(), want) < (1e-4 if dtype == "fp32" else bf16)
 
 
 @pytest.mark.parametrize(("family", "fmt"), CASES)

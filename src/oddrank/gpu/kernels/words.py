@@ -94,18 +94,14 @@ def tile(
 
 
 @triton.jit
-def of_sums(
-    scales, scale_starts, rows_real, k0, columns: tl.constexpr, form: tl.constexpr, scale_column
-):
+def of_sums(scales, scale_starts, rows_real, k0, columns: tl.constexpr, form: tl.constexpr, scale_column):
     """What the sums over a block of columns that begins at k0 are multiplied by, fp32 [rows]. columns: of a block."""
     words = tl.load(scales + scale_starts + (k0 // columns) * scale_column, mask=rows_real, other=0)
     return e8m0(words) if form == MXFP4 else words.to(tl.float32)
 
 
 @triton.jit
-def of_rows(
-    scales, scale_starts, factor, rows_real, form: tl.constexpr, columns: tl.constexpr, divides: tl.constexpr
-):
+def of_rows(scales, scale_starts, factor, rows_real, form: tl.constexpr, columns: tl.constexpr, divides: tl.constexpr):
     """What the whole sums are multiplied by, fp32 [rows]. columns: that a scale of fp8 covers; 0: all of a row's."""
     rows = rows_real.to(tl.float32)
     if form == E4M3 and columns == 0:

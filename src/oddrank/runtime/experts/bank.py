@@ -71,9 +71,11 @@ class BankLayout:
         OddrankError where the experts are not all stored alike, or have other sizes than these.
         """
         stacked = isinstance(stems, str)
-        places = [(stems, None, 0)] if isinstance(stems, str) else [
-            (stem, e, s) for e, names in enumerate(stems) for s, stem in enumerate(names)
-        ]
+        places = (
+            [(stems, None, 0)]
+            if isinstance(stems, str)
+            else [(stem, e, s) for e, names in enumerate(stems) for s, stem in enumerate(names)]
+        )
         first = part.matrix(places[0][0])
         self.experts, self.n, self.k = experts, n, k
         self.sections = 1 if stacked else len(stems[0])

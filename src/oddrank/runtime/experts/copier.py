@@ -79,5 +79,3 @@ def pin(tensors: Sequence[Tensor]) -> Callable[[], None]:
             runtime.cudaHostUnregister(pinned.pop().data_ptr())
 
     return undo
-
-

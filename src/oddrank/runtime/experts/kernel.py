@@ -82,7 +82,6 @@ class ExpertKernel(NamedTuple):
         out = inner @ self.down.dequantize(down, dtype).reshape(hidden, -1).t()
         return out.mul_(routed.weights)
 
-
     def native(self, gate_up: Stored, down: Stored) -> NativeExperts | None:
         """The compiled kernel for a layer's banks, parts [experts, sections, ...]; None where it does not take them. It
         adds an expert's terms up as `add_up` does, to the same bits."""

@@ -39,9 +39,7 @@ class _Piece(NamedTuple):
     stop: int
 
 
-def fill(
-    banks: Sequence[Bank], part: ExpertSlice, release: Release | None = None, *, threads: int = 1
-) -> int:
+def fill(banks: Sequence[Bank], part: ExpertSlice, release: Release | None = None, *, threads: int = 1) -> int:
     """Copy the stored tensors of `banks` from `part`, on `threads` threads. Returns the bytes stored.
 
     release: called with each stored tensor's name once it was read, one call at a time.

@@ -24,9 +24,7 @@ class HeadMap:
     slot; shorter groups are filled with a repeated query whose result is not used.
     """
 
-    def __init__(
-        self, partner: npt.NDArray[np.int64], kv_heads: int, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, partner: npt.NDArray[np.int64], kv_heads: int, device: torch.device | str = "cpu") -> None:
         q_heads = len(partner)
         counts = np.bincount(partner, minlength=kv_heads) if q_heads else np.zeros(kv_heads, np.int64)
         self.q_heads, self.kv_heads = q_heads, kv_heads

@@ -75,9 +75,7 @@ class GatedDeltaRule(Module):
         out = self.norm(out) * F.silu(z.view(out.shape).to(wide))
         return out.view(tokens, -1).to(qkv.dtype)
 
-    def _read(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, step: Step, memory: Tensor
-    ) -> Tensor:
+    def _read(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, step: Step, memory: Tensor) -> Tensor:
         if step.decode:
             return one_token(q, k, v, decay, beta, memory[: len(q)])
         parts = [(slice(s.start, s.stop), memory[s.slot]) for s in step.segments]

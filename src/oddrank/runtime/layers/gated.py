@@ -26,8 +26,7 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function that config.json calls `name`."""
     if name not in ACTIVATIONS:
         raise OddrankError(
-            f'config.json has hidden_act "{name}", which the runtime does not compute. '
-            f"Known: {', '.join(ACTIVATIONS)}."
+            f'config.json has hidden_act "{name}", which the runtime does not compute. Known: {", ".join(ACTIVATIONS)}.'
         )
     return ACTIVATIONS[name]
 

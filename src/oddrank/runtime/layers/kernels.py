@@ -167,7 +167,7 @@ class HalfPackedWeight(NarrowWeight):
 
     fp16 holds every bf16 number between 2^-17 and 65504 exactly and is off by at most 2^-25 on smaller ones. So
     a matrix is packed where its largest weight is between 2^-10 and 65504 (the error is then below 2^-15 of
-    it; bf16 itself rounds by 2^-9) and kept as it is otherwise.
+    it; bf16 itself rounds by up to 2^-8) and kept as it is otherwise.
     """
 
     def __init__(self, weight: Parameter) -> None:

@@ -20,9 +20,7 @@ class MergedColumnParallelLinear(Module):
     x [..., K] -> [..., sum of the parts' rows], this rank's outputs only.
     """
 
-    def __init__(
-        self, form: WeightFormat, parts: Sequence[Rows], k: int, *, bias: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, form: WeightFormat, parts: Sequence[Rows], k: int, *, bias: bool, dtype: torch.dtype) -> None:
         self.weight = form.linear(parts, k)
         self.bias = Parameter([(f"{p.name}.bias", p.rows) for p in parts], (), dtype) if bias else None
 
@@ -33,9 +31,7 @@ class MergedColumnParallelLinear(Module):
 class ColumnParallelLinear(MergedColumnParallelLinear):
     """This rank's `n` rows of one linear layer. x [..., K] -> [..., n]."""
 
-    def __init__(
-        self, form: WeightFormat, name: str, n: int, k: int, *, bias: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, form: WeightFormat, name: str, n: int, k: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__(form, [Rows(name, n)], k, bias=bias, dtype=dtype)
 
 

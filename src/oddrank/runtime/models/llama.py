@@ -116,9 +116,7 @@ class Llama(Module):
             b.weights, "lm_head", b.slice.source("vocab"), c.hidden, c.vocab, b.group, b.precision,
             tied=self.embed_tokens if c.tied else None,
         )  # fmt: skip
-        self.rotary = RotaryEmbedding(
-            c.rope, c.rotary, c.max_positions, b.precision.activations, b.group.device
-        )
+        self.rotary = RotaryEmbedding(c.rope, c.rotary, c.max_positions, b.precision.activations, b.group.device)
 
     def attention(self, b: Build, layer: int) -> Mixer:
         return SelfAttention(b, layer, qkv_bias=b.config.attention_bias, o_bias=b.config.attention_bias)

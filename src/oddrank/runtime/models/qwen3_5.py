@@ -104,9 +104,7 @@ class GatedDeltaNet(Mixer):
 
 
 class Qwen3_5(Llama):  # noqa: N801 (its name)
-    DEFAULTS: ClassVar[Defaults] = Defaults(
-        max_positions=32768, head_dim=256, partial_rotary=0.25, norm_offset=True
-    )
+    DEFAULTS: ClassVar[Defaults] = Defaults(max_positions=32768, head_dim=256, partial_rotary=0.25, norm_offset=True)
     CONFIG: ClassVar[type[ModelConfig]] = HybridConfig
     WITHOUT: ClassVar[tuple[str, ...]] = ("MTP", "vision")
 

@@ -79,9 +79,7 @@ def _shared(cores: Sequence[Core], ranks: int, threads: int | None) -> tuple[Pla
     given = [order[rank % len(order)] for rank in range(ranks)]
     asked = threads if threads is not None and threads > 1 else None
     return tuple(
-        Placement(
-            (cpu,), (cpu,), (core_of[cpu].node,), sum(core_of[other] is core_of[cpu] for other in given), asked
-        )
+        Placement((cpu,), (cpu,), (core_of[cpu].node,), sum(core_of[other] is core_of[cpu] for other in given), asked)
         for cpu in given
     )
 
@@ -113,9 +111,9 @@ def _over_nodes(nodes: Sequence[Sequence[Core]], ranks: int) -> list[list[Core]]
         left, wanted = ranks - rank - 1, sum(sizes[at:]) / (ranks - rank)
         stop = at + 1
         # another node comes in while that brings the rank nearer its share of what is left
-        while stop < len(nodes) - left and (not left or abs(sum(sizes[at : stop + 1]) - wanted) <= abs(
-            sum(sizes[at:stop]) - wanted
-        )):
+        while stop < len(nodes) - left and (
+            not left or abs(sum(sizes[at : stop + 1]) - wanted) <= abs(sum(sizes[at:stop]) - wanted)
+        ):
             stop += 1
         parts.append([core for node in nodes[at:stop] for core in node])
         at = stop

@@ -153,9 +153,7 @@ def _part(a: Answer, b: Answer, tolerance: Tolerance) -> tuple[Divergence | None
     margins = [m for m in (margin_a, margin_b) if m is not None]
     context = "".join(t.text for t in a.tokens[:same])[-CONTEXT:]
     tie = bool(margins) and max(margins) <= tolerance.margin
-    found = Divergence(
-        "token", same, context, _shown(x), _shown(y), margin_a, margin_b, open_a or open_b, tie
-    )
+    found = Divergence("token", same, context, _shown(x), _shown(y), margin_a, margin_b, open_a or open_b, tie)
     return found, same + 1
 
 
@@ -164,9 +162,7 @@ def _part_in_text(a: Answer, b: Answer) -> Divergence | None:
     if x == y:
         return None
     at = sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(x, y, strict=False)))
-    return Divergence(
-        "character", at, x[:at][-CONTEXT:], x[at : at + 20], y[at : at + 20], None, None, False, False
-    )
+    return Divergence("character", at, x[:at][-CONTEXT:], x[at : at + 20], y[at : at + 20], None, None, False, False)
 
 
 def _ended(a: Answer, b: Answer, at: int) -> Divergence:

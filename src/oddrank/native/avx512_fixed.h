@@ -1,0 +1,80 @@
+// Products of 4-bit floats by 16-bit integers in AVX-512 with VNNI, see fixed_x.h.
+//
+// 64 bytes are GROUP columns, eight blocks of 16: a 32-bit lane has half a block, columns 8 i to 8 i + 7 of lane i. One
+// look-up makes signed bytes of the low nibbles, one of the high; words that have one of them on top (256 times the
+// number) are multiplied by x's words, four times two to a lane. Scales are spread over two lanes each.
+#pragma once
+#include "fixed_x.h"
+
+namespace oddrank {
+namespace {
+
+constexpr int INTEGER = 512;  // words are 256 times twice the weights
+
+inline __m512 fixed_scales(FixedNvfp4, const uint8_t *p) {
+  int64_t eight;
+  __builtin_memcpy(&eight, p, 8);
+  const __m512i spread = _mm512_set_epi8(7, -1, -1, -1, 7, -1, -1, -1, 6, -1, -1, -1, 6, -1, -1, -1,  //
+                                         5, -1, -1, -1, 5, -1, -1, -1, 4, -1, -1, -1, 4, -1, -1, -1,  //
+                                         3, -1, -1, -1, 3, -1, -1, -1, 2, -1, -1, -1, 2, -1, -1, -1,  //
+                                         1, -1, -1, -1, 1, -1, -1, -1, 0, -1, -1, -1, 0, -1, -1, -1);
+  const __m512i top = _mm512_shuffle_epi8(_mm512_set1_epi64(eight), spread);
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_srai_epi32(top, 4), _mm512_set1_epi32(int(0x87f00000))));
+}
+
+inline __m512 fixed_scales(FixedMxfp4, const uint8_t *p) {
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  const __m512i exponents = _mm512_cvtepu8_epi32(_mm_shuffle_epi8(
+      _mm_cvtsi32_si128(four), _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)));
+  // code 0 is 2^-127
+  return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(exponents, 23), _mm512_set1_epi32(0x00400000)));
+}
+
+inline void fixed_words(const float *x, float inverse, uint8_t *out) {
+  const __m512 by = _mm512_set1_ps(inverse);
+  // of eight words 0 4, 1 5, 2 6, 3 7
+  const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+  __m512i rows[4];  // dword c of 128 bits i: columns c, 4 + c of lane 4 row + i
+  for (int r = 0; r < 4; r++) {
+    const __m256i a = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 32 * r), by)));
+    const __m256i b = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 32 * r + 16), by)));
+    rows[r] = _mm512_shuffle_epi8(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1), pairs);
+  }
+  const __m512i every = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+  for (int c = 0; c < 4; c++) {
+    const __m512i at = _mm512_add_epi32(every, _mm512_set1_epi32(c));
+    const __m512i low = _mm512_permutex2var_epi32(rows[0], at, rows[1]);
+    const __m512i high = _mm512_permutex2var_epi32(rows[2], at, rows[3]);
+    _mm512_store_si512(out + 64 * c, _mm512_mask_blend_epi32(0xff00, low, high));
+  }
+}
+
+template <class S, int N>
+inline INLINE void fixed_group(const uint8_t *p, const uint8_t *s, const uint8_t *const (&x)[N], int64_t words,
+                               int64_t scales, Vec (&sums)[N]) {
+  const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+  const __m512i nibble = _mm512_set1_epi8(0x0f), upper = _mm512_set1_epi16(short(0xff00));
+  const __m512i v = _mm512_loadu_si512(p);
+  const __m512i even = _mm512_shuffle_epi8(table, _mm512_and_si512(v, nibble));
+  const __m512i odd = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(v, 4), nibble));
+  const __m512i w[4] = {_mm512_slli_epi16(even, 8), _mm512_slli_epi16(odd, 8), _mm512_and_si512(even, upper),
+                        _mm512_and_si512(odd, upper)};
+  const __m512 scale = fixed_scales(S(), s);
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i++) {
+    const __m512i *at = reinterpret_cast<const __m512i *>(x[i] + words);
+    __m512i total = _mm512_dpwssd_epi32(_mm512_setzero_si512(), w[0], at[0]);
+    total = _mm512_dpwssd_epi32(total, w[1], at[1]);
+    __m512i other = _mm512_dpwssd_epi32(_mm512_setzero_si512(), w[2], at[2]);
+    other = _mm512_dpwssd_epi32(other, w[3], at[3]);
+    Vec product = _mm512_cvtepi32_ps(_mm512_add_epi32(total, other));
+    if constexpr (S::EARLY) product = mul(product, _mm512_set1_ps(*reinterpret_cast<const float *>(x[i] + scales)));
+    sums[i] = fma(product, scale, sums[i]);
+  }
+}
+
+}  // namespace
+}  // namespace oddrank
+
+#include "fixed.h"

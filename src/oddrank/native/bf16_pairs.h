@@ -1,0 +1,210 @@
+// Products of bf16 and e4m3 weights with x in bf16, by pairs: what matrices that are not `exact` take where the CPU has
+// them (AVX-512 BF16). Weights are exact in bf16; only x is rounded, to the nearest bf16. Sums are in fp32.
+//
+// A row is taken in groups of 64 columns, two vectors of pairs. Several x: a tile of their columns at a time, which stays
+// in the first cache while the rows of a block take it, some at once; sums are the same for any number of x.
+#pragma once
+#include "abi.h"
+
+namespace oddrank {
+namespace {
+
+constexpr int PAIRS_GROUP = 64;                 // columns
+constexpr int PAIRS_TILE = 1024;                // columns of a tile: of eight x half of the first cache
+constexpr int PAIRS_ROWS = 48;                  // rows that take a tile before the next one
+static_assert(SEGMENTS == PAIRS_GROUP, "abi.h tells matrices that are taken here from those that are not");
+
+inline __m512bh as_pairs(__m512i v) { return __m512bh(v); }
+
+// Group of 64 columns -> two vectors of pairs. `order` puts an arranged x in the same order. WIDE: the most x that four rows
+// take at once; ROWS: that take more.
+struct PairsBf16 {
+  static constexpr int BYTES = 128, WIDE = 6, ROWS = 3;
+  inline INLINE void operator()(const uint8_t *p, __m512i (&w)[2]) const {
+    w[0] = _mm512_loadu_si512(p);
+    w[1] = _mm512_loadu_si512(p + 64);
+  }
+  static inline void order(__m512i (&)[2]) {}
+};
+
+// The two bytes of |number| in bf16 for each of the 128 codes without a sign; code 127 is NaN.
+struct E4m3Bytes {
+  alignas(64) uint8_t low[128], high[128];
+  constexpr E4m3Bytes() : low(), high() {
+    for (int code = 0; code < 128; code++) {
+      int exponent = code >> 3, mantissa = code & 7;
+      if (!exponent && mantissa) {  // subnormal
+        for (exponent = 1; mantissa < 8; exponent--) mantissa *= 2;
+        mantissa &= 7;
+      }
+      const int bits = code == 127 ? 0x7fc0 : code ? (exponent + 120) << 7 | mantissa << 4 : 0;
+      low[code] = uint8_t(bits & 255);
+      high[code] = uint8_t(bits >> 8);
+    }
+  }
+};
+constexpr E4m3Bytes e4m3_bytes;  // known when compiled: nothing here may run before the CPU is known
+
+struct PairsE4m3 {
+  static constexpr int BYTES = 64, WIDE = 4, ROWS = 2;
+  const __m512i low0 = _mm512_load_si512(e4m3_bytes.low), low1 = _mm512_load_si512(e4m3_bytes.low + 64);
+  const __m512i high0 = _mm512_load_si512(e4m3_bytes.high), high1 = _mm512_load_si512(e4m3_bytes.high + 64);
+  inline INLINE void operator()(const uint8_t *p, __m512i (&w)[2]) const {
+    const __m512i v = _mm512_loadu_si512(p);
+    const __m512i low = _mm512_permutex2var_epi8(low0, v, low1);  // by the low seven bits
+    const __m512i sign = _mm512_and_si512(v, _mm512_set1_epi8(-128));
+    const __m512i high = _mm512_or_si512(_mm512_permutex2var_epi8(high0, v, high1), sign);
+    w[0] = _mm512_unpacklo_epi8(low, high);  // the first eight of each sixteen columns
+    w[1] = _mm512_unpackhi_epi8(low, high);
+  }
+  static inline void order(__m512i (&x)[2]) {
+    const __m512i first = x[0], second = x[1];
+    x[0] = _mm512_shuffle_i64x2(first, second, 0x88);
+    x[1] = _mm512_shuffle_i64x2(first, second, 0xdd);
+  }
+};
+
+inline int64_t pairs_groups(int64_t k) { return (k + PAIRS_GROUP - 1) / PAIRS_GROUP; }
+
+// Adds the products of groups [begin, end) of R rows with N x to their sums.
+template <class F, int R, int N>
+inline INLINE void pairs_groups_product(const F &decode, const uint8_t *const (&rows)[R], const uint8_t *const (&x)[N],
+                                        int64_t begin, int64_t end, int64_t ahead, Vec (&sums)[R][N]) {
+  for (int64_t g = begin; g < end; g++) {
+    __m512i w[R][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      fetch(rows[r] + g * F::BYTES + ahead);
+      if (F::BYTES > 64) fetch(rows[r] + g * F::BYTES + ahead + 64);
+      decode(rows[r] + g * F::BYTES, w[r]);
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) {
+      const __m512i *at = reinterpret_cast<const __m512i *>(x[n] + g * 128);
+      const __m512i first = _mm512_load_si512(at), second = _mm512_load_si512(at + 1);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], as_pairs(w[r][0]), as_pairs(first));
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], as_pairs(w[r][1]), as_pairs(second));
+    }
+  }
+}
+
+// R rows times N x, groups [begin, end): `all` are the scaled sums so far.
+template <class F, int R, int N>
+inline INLINE void pairs_tile(const Matrix &a, const F &decode, int64_t row, const uint8_t *const (&x)[N], int64_t begin,
+                              int64_t end, int64_t ahead, Vec (*all)[N]) {
+  const int64_t whole = a.k / PAIRS_GROUP, each = a.format == E4M3 && a.block_k ? a.block_k / PAIRS_GROUP : end;
+  const uint8_t *rows[R];
+  const float *scales[R];
+  for (int r = 0; r < R; r++) {
+    rows[r] = a.values + (row + r) * a.row_bytes;
+    scales[r] = a.format == E4M3 ? segment_scales(a, row + r) : nullptr;
+  }
+  Vec sums[R][N];
+  for (int64_t g = begin; g < end;) {
+    const int64_t next = (g / each + 1) * each, stop = next < end ? next : end;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int n = 0; n < N; n++) sums[r][n] = zero();
+    pairs_groups_product<F, R, N>(decode, rows, x, g, stop < whole ? stop : whole, ahead, sums);
+    if (stop > whole && g <= whole) {
+      alignas(64) uint8_t last[R][F::BYTES] = {};
+      const uint8_t *from[R];
+      for (int r = 0; r < R; r++) {
+        std::memcpy(last[r], rows[r] + whole * F::BYTES, size_t(a.row_bytes - whole * F::BYTES));
+        from[r] = last[r] - whole * F::BYTES;
+      }
+      pairs_groups_product<F, R, N>(decode, from, x, whole, stop, 0, sums);
+    }
+    for (int r = 0; r < R; r++) {
+      const Vec scale = set1(scales[r] ? scales[r][g / each] * a.factor : a.factor);
+      for (int n = 0; n < N; n++) all[r][n] = fma(sums[r][n], scale, all[r][n]);
+    }
+    g = stop;
+  }
+}
+
+template <class F, int N>
+void pairs_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int64_t end, float *y, int64_t stride) {
+  constexpr int R = N == 1 ? 1 : N <= F::WIDE ? 4 : F::ROWS;  // as many sums as fit the registers beside the rest
+  const F decode;
+  const int64_t count = pairs_groups(a.k), block = a.format == E4M3 ? a.block_k / PAIRS_GROUP : 0;
+  int64_t tile = N == 1 ? count : PAIRS_TILE / PAIRS_GROUP;
+  if (block) tile = (tile + block - 1) / block * block;  // whole segments
+  const int64_t ahead = N == 1 ? AHEAD : R * a.row_bytes;
+  const uint8_t *x[N];
+  for (int n = 0; n < N; n++) x[n] = from[n];
+  Vec all[PAIRS_ROWS][N];
+  for (int64_t row = begin; row < end; row += PAIRS_ROWS) {
+    const int rows = end - row < PAIRS_ROWS ? int(end - row) : PAIRS_ROWS;
+    for (int r = 0; r < rows; r++)
+      for (int n = 0; n < N; n++) all[r][n] = zero();
+    for (int64_t t = 0; t < count; t += tile) {
+      const int64_t stop = t + tile < count ? t + tile : count;
+      int r = 0;
+      for (; r + R <= rows; r += R) pairs_tile<F, R, N>(a, decode, row + r, x, t, stop, ahead, all + r);
+      if constexpr (R > 1)
+        for (; r < rows; r++) pairs_tile<F, 1, N>(a, decode, row + r, x, t, stop, ahead, all + r);
+    }
+    for (int r = 0; r < rows; r++)
+      for (int n = 0; n < N; n++) y[n * stride + row + r - begin] = sum(all[r][n]);
+  }
+}
+
+template <class F>
+void pairs_multiply_as(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+                       int64_t stride) {
+  for (; m > 0; m -= 8, x += 8, y += 8 * stride) {
+    switch (m) {
+      case 1: return pairs_rows<F, 1>(a, x, begin, end, y, stride);
+      case 2: return pairs_rows<F, 2>(a, x, begin, end, y, stride);
+      case 3: return pairs_rows<F, 3>(a, x, begin, end, y, stride);
+      case 4: return pairs_rows<F, 4>(a, x, begin, end, y, stride);
+      case 5: return pairs_rows<F, 5>(a, x, begin, end, y, stride);
+      case 6: return pairs_rows<F, 6>(a, x, begin, end, y, stride);
+      case 7: return pairs_rows<F, 7>(a, x, begin, end, y, stride);
+      default: pairs_rows<F, 8>(a, x, begin, end, y, stride);
+    }
+  }
+}
+
+template <class F>
+void pairs_arrange_as(const float *x, int64_t k, uint8_t *out) {
+  for (int64_t c = 0; c < k; c += PAIRS_GROUP, x += PAIRS_GROUP, out += 2 * PAIRS_GROUP) {
+    alignas(64) float last[PAIRS_GROUP];
+    const float *from = x;
+    if (k - c < PAIRS_GROUP) {
+      std::memset(last, 0, sizeof last);
+      std::memcpy(last, x, size_t(k - c) * 4);
+      from = last;
+    }
+    __m512i pairs[2];
+    for (int i = 0; i < 2; i++)
+      pairs[i] = __m512i(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 32 * i + 16), _mm512_loadu_ps(from + 32 * i)));
+    F::order(pairs);
+    _mm512_store_si512(out, pairs[0]);
+    _mm512_store_si512(out + 64, pairs[1]);
+  }
+}
+
+bool paired(const Matrix &a) {
+  return !a.exact && (a.format == BF16 || (a.format == E4M3 && a.block_k % PAIRS_GROUP == 0));
+}
+
+int64_t pairs_arranged(const Matrix &a) { return (2 * pairs_groups(a.k) + 1) * 64 * (pairs_groups(a.k) > 0); }
+
+void pairs_arrange(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t *out) {
+  for (int64_t b = 0; b < m; b++, x += stride, out += pairs_arranged(a))
+    a.format == BF16 ? pairs_arrange_as<PairsBf16>(x, a.k, out) : pairs_arrange_as<PairsE4m3>(x, a.k, out);
+}
+
+void pairs_multiply(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+                    int64_t stride) {
+  a.format == BF16 ? pairs_multiply_as<PairsBf16>(a, x, m, begin, end, y, stride)
+                   : pairs_multiply_as<PairsE4m3>(a, x, m, begin, end, y, stride);
+}
+
+}  // namespace
+}  // namespace oddrank

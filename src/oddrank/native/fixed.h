@@ -1,0 +1,163 @@
+// Products of 4-bit floats by integers, see fixed_x.h: over the words and the groups of one level, which are included before.
+#pragma once
+
+namespace oddrank {
+namespace {
+
+template <class S>
+void arrange_fixed(const float *x, int64_t k, uint8_t *out) {
+  constexpr int GROUP = FixedX::GROUP;
+  const int64_t count = FixedX::groups(k), blocks = FixedX::blocks(k);
+  float *scales = FixedX::scales(out, k);
+  float most = 0;
+  alignas(32) float block[GROUP];
+  const auto at = [&](int64_t g) {
+    const float *from = x + g * GROUP;
+    if ((g + 1) * GROUP <= k) return from;
+    std::memset(block, 0, sizeof block);
+    std::memcpy(block, from, size_t(k - g * GROUP) * 4);
+    return static_cast<const float *>(block);
+  };
+  for (int64_t b = 0; b < blocks; b++) {
+    __m256 largest = _mm256_setzero_ps(), finite = _mm256_setzero_ps();
+    for (int64_t g = b * FixedX::GROUPS; g < count && g < (b + 1) * FixedX::GROUPS; g++) {
+      const float *from = at(g);
+      for (int i = 0; i < GROUP; i += 8) {
+        const __m256 v = _mm256_loadu_ps(from + i);
+        largest = _mm256_max_ps(largest, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v));
+        finite = _mm256_add_ps(finite, _mm256_sub_ps(v, v));  // NaN where one is not
+      }
+    }
+    alignas(32) float lanes[8];
+    _mm256_store_ps(lanes, largest);
+    float here = 0;
+    for (float lane : lanes) here = lane > here ? lane : here;
+    if (_mm256_movemask_ps(_mm256_cmp_ps(finite, finite, _CMP_UNORD_Q))) here = NAN;
+    scales[b] = here;
+    most = here > most ? here : most;
+  }
+  int exponent = 0, shift = 0;
+  if (most > 0) {
+    std::frexp(most, &exponent);
+    exponent -= 15;  // of the largest block's scale
+    shift = exponent < S::LEAST ? S::LEAST - exponent : exponent > S::MOST ? S::MOST - exponent : 0;
+  }
+  for (int64_t g = 0; g < count; g++) {
+    const float largest = scales[g / FixedX::GROUPS];
+    const float *from = at(g);
+    uint8_t *to = out + g * FixedX::WORDS;
+    if (largest > 0x1p-100f && largest < 0x1p126f) {
+      fixed_words(from, 32767.0f / largest, to);
+    } else if (largest > 0) {
+      const float up = largest < 1 ? 0x1p100f : 0x1p-100f;  // both powers: 2^-149 and 2^127 come well inside
+      alignas(32) float moved[GROUP];
+      for (int i = 0; i < GROUP; i++) moved[i] = from[i] * up;
+      fixed_words(moved, 32767.0f / (largest * up), to);
+    } else {
+      std::memset(to, 0, FixedX::WORDS);  // zeros, or NaN
+    }
+  }
+  for (int64_t b = 0; b < blocks; b++)
+    if (scales[b] > 0) scales[b] = float(std::ldexp(double(scales[b]) / 32767, shift));
+  *FixedX::back(out, k) = std::ldexp(S::UNIT / INTEGER, -shift);
+}
+
+template <class S>
+bool fixed_bad(const uint8_t *codes, int64_t count) {
+  __m256i found = _mm256_setzero_si256();
+  int64_t i = 0;
+  for (; i + 32 <= count; i += 32)
+    found = _mm256_or_si256(found, S::bad(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes + i))));
+  bool bad = _mm256_movemask_epi8(found) != 0;
+  for (; i < count; i++) bad |= S::bad(codes[i]);
+  return bad;
+}
+
+constexpr int FIXED_ROWS = 32;  // rows that take a tile of x before the next one
+constexpr int FIXED_TILE = 2 * FixedX::GROUPS;  // groups of a tile: of eight x half of the first cache
+
+template <class S, int N>
+void fixed_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int64_t end, float *y, int64_t stride) {
+  constexpr int BYTES = FixedX::GROUP / 2;
+  const int64_t count = FixedX::groups(a.k), full = a.k / FixedX::GROUP, tile = N == 1 ? count : FIXED_TILE;
+  const int64_t ahead = N == 1 ? AHEAD : 4 * a.row_bytes;  // of a tile: the same columns of later rows
+  const int64_t x_scales = count * FixedX::WORDS;
+  const uint8_t *x[N];
+  for (int b = 0; b < N; b++) x[b] = from[b];
+  Vec all[FIXED_ROWS][N];
+  for (int64_t row = begin; row < end; row += FIXED_ROWS) {
+    const int rows = end - row < FIXED_ROWS ? int(end - row) : FIXED_ROWS;
+    for (int64_t t = 0; t < count; t += tile) {
+      const int64_t stop = t + tile < count ? t + tile : count, whole = stop < full ? stop : full;
+      for (int r = 0; r < rows; r++) {
+        const uint8_t *values = a.values + (row + r) * a.row_bytes, *codes = a.scales + (row + r) * a.scale_row;
+        Vec sums[N];
+        for (int b = 0; b < N; b++) sums[b] = S::EARLY && t ? all[r][b] : zero();
+        for (int64_t g = t; g < stop;) {
+          const int64_t block = g / FixedX::GROUPS, next = (block + 1) * FixedX::GROUPS, scale = x_scales + block * 4;
+          for (; g < next && g < whole; g++) {
+            fetch(values + g * BYTES + ahead);
+            fixed_group<S, N>(values + g * BYTES, codes + g * S::SCALE_BYTES, x, g * FixedX::WORDS, scale, sums);
+          }
+          if (g < next && g < stop) {
+            uint8_t last[BYTES] = {}, last_codes[8] = {};
+            std::memcpy(last, values + g * BYTES, size_t(a.row_bytes - g * BYTES));
+            std::memcpy(last_codes, codes + g * S::SCALE_BYTES, size_t(a.scale_row - g * S::SCALE_BYTES));
+            fixed_group<S, N>(last, last_codes, x, g * FixedX::WORDS, scale, sums);
+            g++;
+          }
+          if constexpr (!S::EARLY)
+            for (int b = 0; b < N; b++) {
+              const Vec of_x = set1(*reinterpret_cast<const float *>(x[b] + scale));
+              all[r][b] = fma(sums[b], of_x, block ? all[r][b] : zero());
+              sums[b] = zero();
+            }
+        }
+        if constexpr (S::EARLY)
+          for (int b = 0; b < N; b++) all[r][b] = sums[b];
+      }
+    }
+    for (int r = 0; r < rows; r++) {
+      const bool bad = fixed_bad<S>(a.scales + (row + r) * a.scale_row, a.scale_row);
+      for (int b = 0; b < N; b++) {
+        const double back = *FixedX::back(const_cast<uint8_t *>(x[b]), a.k) * double(a.factor);
+        y[b * stride + row + r - begin] = bad ? NAN : float(double(sum(all[r][b])) * back);
+      }
+    }
+  }
+}
+
+template <class S>
+void multiply_fixed(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+                    int64_t stride) {
+  for (; m > 0; m -= 8, x += 8, y += 8 * stride) {
+    switch (m) {
+      case 1: return fixed_rows<S, 1>(a, x, begin, end, y, stride);
+      case 2: return fixed_rows<S, 2>(a, x, begin, end, y, stride);
+      case 3: return fixed_rows<S, 3>(a, x, begin, end, y, stride);
+      case 4: return fixed_rows<S, 4>(a, x, begin, end, y, stride);
+      case 5: return fixed_rows<S, 5>(a, x, begin, end, y, stride);
+      case 6: return fixed_rows<S, 6>(a, x, begin, end, y, stride);
+      case 7: return fixed_rows<S, 7>(a, x, begin, end, y, stride);
+      default: fixed_rows<S, 8>(a, x, begin, end, y, stride);
+    }
+  }
+}
+
+bool fixed(const Matrix &a) { return !a.exact && (a.format == NVFP4 || a.format == MXFP4); }
+
+int64_t fixed_arranged(const Matrix &a) { return FixedX::bytes(a.k); }
+
+void fixed_arrange(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t *out) {
+  for (int64_t b = 0; b < m; b++, x += stride, out += FixedX::bytes(a.k))
+    a.format == NVFP4 ? arrange_fixed<FixedNvfp4>(x, a.k, out) : arrange_fixed<FixedMxfp4>(x, a.k, out);
+}
+
+void fixed_multiply(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+                    int64_t stride) {
+  a.format == NVFP4 ? multiply_fixed<FixedNvfp4>(a, x, m, begin, end, y, stride)
+                    : multiply_fixed<FixedMxfp4>(a, x, m, begin, end, y, stride);
+}
+
+}  // namespace
+}  // namespace oddrank

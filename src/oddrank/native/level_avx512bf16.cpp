@@ -1,0 +1,32 @@
+// AVX-512 with products of bf16 pairs (BF16), of integers (VNNI) and look-ups of 128 bytes (VBMI).
+#if defined(__x86_64__)
+#include "avx512_decoders.h"
+#include "kernels.h"
+#include "gemm.h"
+
+#include "avx512_fixed.h"
+#include "bf16_pairs.h"
+
+namespace oddrank {
+namespace {
+
+int64_t arranged_here(const Matrix &a) { return fixed(a) ? fixed_arranged(a) : paired(a) ? pairs_arranged(a) : arranged(a); }
+
+void arrange_here(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t *out) {
+  fixed(a) ? fixed_arrange(a, x, m, stride, out) : paired(a) ? pairs_arrange(a, x, m, stride, out) : arrange(a, x, m, stride, out);
+}
+
+void multiply_here(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+                   int64_t stride) {
+  fixed(a)    ? fixed_multiply(a, x, m, begin, end, y, stride)
+  : paired(a) ? pairs_multiply(a, x, m, begin, end, y, stride)
+              : multiply(a, x, m, begin, end, y, stride);
+}
+
+bool decoded_here(const Matrix &a) { return !fixed(a) && !paired(a); }
+
+}  // namespace
+
+const Level avx512bf16_level = {"avx512bf16", arranged_here, arrange_here, multiply_here, &gemm, decoded_here};
+}  // namespace oddrank
+#endif
