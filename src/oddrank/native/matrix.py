@@ -16,6 +16,9 @@ _THREADED_BYTES, _THREADED_ROWS = 1 << 18, 64
 """Matrices of fewer bytes are multiplied on one thread, unless there are this many rows of x: waking another takes the
 time in which one reads so much."""
 
+_LARGEST_SCALE = 2.0**40
+"""Of int4: so that sums of its integers stay in fp32's range."""
+
 _DENSE = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _SEGMENT = 32
 """Scales of fp8 must cover a multiple of this many columns."""
@@ -113,7 +116,7 @@ def native_matrix(decoder: Decodes, stored: Mapping[str, Tensor], exact: bool = 
     values = stored[decoder.format.stored[0].suffix]
     if values.dim() != 2 or not values.numel():
         return None
-    described = {"dense": _dense, "fp8": _fp8, "nvfp4": _nvfp4, "mxfp4": _mxfp4}.get(kind, _none)(decoder, stored)
+    described = {"dense": _dense, "fp8": _fp8, "nvfp4": _nvfp4, "mxfp4": _mxfp4, "int4": _int4}.get(kind, _none)(decoder, stored)
     if described is None:
         return None
     matrix, kept = described
@@ -182,6 +185,20 @@ def _nvfp4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
         return None
     values = stored[packed]
     return _matrix("nvfp4", values, stored[blocks], 2 * values.shape[1], factor), [stored[blocks]]
+
+
+def _int4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
+    """Only as oddrank.runtime.formats.rows has it."""
+    if decoder.name != "int4-rows":
+        return None
+    codes, words, order = stored[".codes"], stored[".scales"], stored.get(".order")
+    least, most = (float(extreme) for extreme in words.view(torch.float32).aminmax())
+    if not max(-least, most) < _LARGEST_SCALE:
+        return None
+    matrix = _matrix("int4", codes, words, decoder.k)
+    matrix.scale_row, matrix.block_k = words[0].nbytes, decoder.group
+    matrix.order = None if order is None else order.data_ptr()
+    return matrix, [words, *([] if order is None else [order])]
 
 
 def _mxfp4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
