@@ -101,7 +101,8 @@ class Packing:
 
     def _pack_scales(self, suffix: str, scales: Tensor, first: int, out: Tensor) -> None:
         turned = self.stored.format.at(suffix).shape == "kn"
-        bits = (scales.t() if turned else scales).float().contiguous().view(torch.int32)
+        found = scales.t() if turned else scales
+        bits = torch.empty(found.shape).copy_(found).view(torch.int32)  # of one column `contiguous` leaves any strides
         if scales.element_size() > 2:
             bits = bits + _MANTISSA // 2  # to the nearest; infinities and NaN stay what they are
         whole = bits.view(torch.uint8).view(*bits.shape, 4)
