@@ -81,8 +81,10 @@ class Decoder(ABC):
         found = {}
         for suffix, tensor in stored.items():
             block, shape = self.blocks[suffix][0], self._stored[suffix].shape
-            whole = block == 0 or shape in ("one", "scalar", "k")
-            part = slice(None) if whole else slice(start // block, -(-stop // block))
+            if block == 0 or shape in ("one", "scalar", "k"):
+                found[suffix] = tensor
+                continue
+            part = slice(start // block, -(-stop // block))
             found[suffix] = tensor[..., part] if shape == "kn" else tensor[part]
         return found
 
