@@ -113,9 +113,11 @@ def _int4(
     nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
     nibbles[zero, :k] = wide[zero, :k]
     codes = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
-    scales = torch.from_numpy(draw.uniform(-2, 2, shape[:-1])).to(case.dtype if case.dtype.itemsize == 2 else torch.half)
+    dtype = case.dtype if case.dtype.itemsize == 2 else torch.half
+    scales = torch.from_numpy(draw.uniform(-2, 2, shape[:-1])).to(dtype)
     words = scales.float().numpy().view(np.uint8).reshape(shape).copy()
     assert not words[..., 0].any()
     words[..., 0] = points
-    numbers = (nibbles[:, :k].astype(np.float64) - wide[:, :k]) * np.repeat(scales.double().numpy(), case.block[1], 1)[:, :k]
+    spread = np.repeat(scales.double().numpy(), case.block[1], 1)[:, :k]
+    numbers = (nibbles[:, :k].astype(np.float64) - wide[:, :k]) * spread
     return Sample(form, {".codes": torch.from_numpy(codes), ".scales": torch.from_numpy(words)}, numbers)

@@ -144,9 +144,7 @@ class Library:
         row = (2 * k, 2 * k, k, k // 2, k // 2, k // 2)[form]
         block = (0, 0, 128, 16, 32, 32)[form]
         scale_row = (0, 0, 3, k // 16, k // 32, k // 8)[form]
-        matrix = Matrix(
-            values.ctypes.data, scales.ctypes.data, n, k, row, scale_row, 1, block, 0.01, form, exact
-        )
+        matrix = Matrix(values.ctypes.data, scales.ctypes.data, n, k, row, scale_row, 1, block, 0.01, form, exact)
         self._use(self.levels.index(level))
         found = []
         for rows in (x, x[:1]):

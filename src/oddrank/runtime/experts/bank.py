@@ -15,8 +15,10 @@ from torch import Tensor
 from oddrank.errors import OddrankError
 from oddrank.runtime.experts.kernel import Stored
 from oddrank.runtime.formats import Decoder, decoder, torch_dtype
+from oddrank.runtime.formats.integers import IntegerDecoder
 from oddrank.runtime.formats.rows import Packing, packing_of
 from oddrank.runtime.pages import in_large_pages
+from oddrank.runtime.words import words_of
 from oddrank.transform.slice import StoredMatrix
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -87,6 +89,9 @@ class BankLayout:
         self.decoder: Decoder = decoder(first.format, first.blocks)
         self.packing = _packing(part, self.decoder, first, k, widest, device)
         needed = [s.suffix for s in self.decoder.format.stored if not s.optional]
+        if index := _ordered(part, self.decoder, [stem for stem, _, _ in places], k):
+            self.packing = None  # the kernels take one x for all experts
+            needed = [*dict.fromkeys([*needed, index])]
         if self.packing is not None:
             needed = [suffix for suffix in needed if suffix in self.packing.sources]
         self.stored = {suffix: self._part(part, first.names[suffix], suffix, widest) for suffix in needed}
@@ -153,11 +158,26 @@ class BankLayout:
 def _packing(
     part: ExpertSlice, stored: Decoder, first: StoredMatrix, k: int, widest: torch.dtype, device: torch.device | str
 ) -> Packing | None:
-    """Of a bank whose first matrix is `first`. Experts share their x: none has an order of columns of its own."""
+    """Of a bank whose first matrix is `first`."""
     if widest == torch.float64:
         return None
     dtype_of, exact = (lambda suffix: part.dtype(first.names[suffix])), widest.itemsize >= 4
-    return packing_of(stored, k, dtype_of, exact=exact, device=device, scattered=False)
+    return packing_of(stored, k, dtype_of, exact=exact, device=device)
+
+
+def _ordered(part: ExpertSlice, stored: Decoder, stems: Sequence[str], k: int) -> str:
+    """The suffix of what says so where the columns of some matrix are scattered over its scale groups; else ""."""
+    if not isinstance(stored, IntegerDecoder):
+        return ""
+    for stem in stems:
+        name = part.matrix(stem).names.get(stored.index)
+        if name is None:
+            continue
+        groups = torch.empty(part.shape(name), dtype=torch.int32)
+        part.read_into(name, words_of(groups, part.dtype(name)))
+        if len(groups) == k and not stored.in_order(groups):
+            return stored.index
+    return ""
 
 
 class Bank:

@@ -1,8 +1,8 @@
 """Decoding a stored matrix [..., N, K], and the reference product with it, which decodes tiles of rows.
 
 A decoder is one file in this folder with a module-level `KIND`, the first words of the names of the formats it decodes
-(`fp8` decodes `fp8-block-ct`; several: a tuple), and `DECODER`, its class. Which tensors a format stores, and what one entry of each
-covers, is declared in oddrank.formats; a decoder only knows what the words mean.
+(`fp8` decodes `fp8-block-ct`; several: a tuple), and `DECODER`, its class. Which tensors a format stores,
+and what one entry of each covers, is declared in oddrank.formats; a decoder only knows what the words mean.
 """
 
 import importlib

@@ -12,8 +12,7 @@ class GptqDecoder(IntegerDecoder):
     def unpacked(self, stored: Parts) -> Codes:
         codes, scales = unpack(stored[".qweight"].transpose(-1, -2), self.bits), stored[".scales"]
         zeros = self._zeros(stored[".qzeros"])[..., : scales.shape[-1], :]
-        groups = stored[".g_idx"].long() if self.format.scattered else None
-        return Codes(codes, zeros, scales.transpose(-1, -2), groups)
+        return Codes(codes, zeros, scales.transpose(-1, -2))
 
     def size(self, stored: Parts) -> int:
         return stored[".qweight"].shape[-1]

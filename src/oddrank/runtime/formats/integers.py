@@ -22,13 +22,11 @@ def unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Te
 
 
 class Codes(NamedTuple):
-    """codes: int32 [..., N, K]. zeros: [..., N, G], or a number for all. scales: [..., N, G], as stored. groups: int64
-    [K], which of the G a column belongs to; None: as many columns each, in order."""
+    """codes: int32 [..., N, K]. zeros: [..., N, G], or a number for all. scales: [..., N, G], as stored."""
 
     codes: Tensor
     zeros: Tensor | int
     scales: Tensor
-    groups: Tensor | None = None
 
 
 class IntegerDecoder(Decoder):
@@ -42,6 +40,16 @@ class IntegerDecoder(Decoder):
     def group(self) -> int:
         """Columns that share a scale; 0: all."""
         return max((self.blocks[s.suffix][1] for s in self.format.stored if s.shared is True), default=0)
+
+    @property
+    def index(self) -> str:
+        """The suffix of what says which scale group a column is in; "" where nothing does."""
+        return next((s.suffix for s in self.format.stored if s.rewritten == "groups"), "")
+
+    def in_order(self, groups: Tensor) -> bool:
+        """Whether the scale groups of columns, int32 [K], are what no index at all would say; -1 throughout is none."""
+        k = len(groups)
+        return bool((groups < 0).all()) or torch.equal(groups.long(), torch.arange(k) // (self.group or max(1, k)))
 
     @abstractmethod
     def unpacked(self, stored: Parts) -> Codes:
@@ -58,12 +66,12 @@ class IntegerDecoder(Decoder):
 
     def dequantize(self, stored: Parts, dtype: torch.dtype) -> Tensor:
         found = self.unpacked(stored)
-        k = found.codes.shape[-1]
-        at = found.groups
-        if at is None:
+        k, at = found.codes.shape[-1], stored.get(self.index)
+        if at is None or bool((at < 0).all()):
             at = torch.arange(k, device=found.codes.device) // (self.group or max(1, k))
-        scales = found.scales.to(dtype).index_select(-1, at)
-        zeros = found.zeros if isinstance(found.zeros, int) else found.zeros.index_select(-1, at)
+        at = at.long().expand(*found.codes.shape[:-2], k).unsqueeze(-2)
+        scales = torch.take_along_dim(found.scales.to(dtype), at, -1)
+        zeros = found.zeros if isinstance(found.zeros, int) else torch.take_along_dim(found.zeros, at, -1)
         return scales.mul_((found.codes - zeros).to(dtype))
 
     def take(self, stored: Parts, rows: Tensor, dtype: torch.dtype) -> Tensor:

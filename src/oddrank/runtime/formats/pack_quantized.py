@@ -14,11 +14,10 @@ class PackQuantizedDecoder(IntegerDecoder):
         k = int(stored[".weight_shape"].flatten()[-1])  # the last word of a row may have codes of no column
         codes = unpack(stored[self.values], bits)[..., :k]
         zeros = stored.get(".weight_zero_point")
-        groups = stored[".weight_g_idx"].long() if self.format.scattered else None
         if zeros is None:
-            return Codes(codes, 1 << (bits - 1), scales, groups)
+            return Codes(codes, 1 << (bits - 1), scales)
         points = unpack(zeros.transpose(-1, -2), bits).transpose(-1, -2)
-        return Codes(codes, points[..., : codes.shape[-2], :], scales, groups)
+        return Codes(codes, points[..., : codes.shape[-2], :], scales)
 
     def pack_codes(self, words: Tensor, first: int, out: Tensor) -> None:
         out[first : first + len(words)] = words

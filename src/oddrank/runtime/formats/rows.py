@@ -1,9 +1,9 @@
-"""int4 as the compiled kernels take it, whatever order it is stored in: rows of codes, a scale and its zero point a word.
+"""int4 as the compiled kernels take it, whatever order it is stored in: rows of codes, a scale and its zero a word.
 
-`.codes` uint8 [..., N, 4 * ceil(K / 8)]: two a byte, the low nibble first. `.scales` uint8 [..., N, ceil(K / g), 4]: the
-bytes of an fp32 scale whose lowest is the zero point, from 0 to 16, and no part of the number; g is 32, 64 or 128.
-`.order` int32 [K], only where columns are scattered over scale groups: the matrix's columns in the order of their groups,
-as codes and scales have them.
+`.codes` uint8 [..., N, 4 * ceil(K / 8)]: two a byte, the low nibble first. `.scales` uint8 [..., N, ceil(K / g), 4]:
+the bytes of an fp32 scale whose lowest is the zero point, from 0 to 16, and no part of the number; g is 32, 64 or 128.
+`.order` int32 [K], only where columns are scattered over scale groups: the matrix's columns in the order of their
+groups, as codes and scales have them.
 """
 
 import math
@@ -51,6 +51,10 @@ class RowsDecoder(Decoder):
         found = scales.index_select(-1, at).mul_(codes.to(dtype).sub_(zeros.index_select(-1, at)))
         order = stored.get(".order")
         return found if order is None else torch.empty_like(found).index_copy_(-1, order.long(), found)
+
+    def take(self, stored: Parts, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        found = {suffix: t if suffix == ".order" else t.index_select(0, rows) for suffix, t in stored.items()}
+        return self.dequantize(found, torch.float64 if dtype == torch.float64 else torch.float32).to(dtype)
 
 
 def nibbles(codes: Tensor) -> Tensor:
@@ -141,16 +145,15 @@ class Packing:
 
 
 def packing_of(
-    stored: Decoder, k: int, dtype_of: Callable[[str], str], *, exact: bool, device: torch.device | str = "cpu",
-    scattered: bool = True,
-) -> Packing | None:  # fmt: skip
+    stored: Decoder, k: int, dtype_of: Callable[[str], str], *, exact: bool, device: torch.device | str = "cpu"
+) -> Packing | None:
     """How the compiled kernels have a stored form packed; None where they do not take it, or are not there.
 
     dtype_of: safetensors dtype of the stored tensor of a suffix. Scales wider than 16 bits are rounded by up to 2^-17,
-    so only where products need not be exact. scattered: whether columns may be scattered over scale groups.
+    so only where products need not be exact.
     """
     if not isinstance(stored, IntegerDecoder) or stored.bits != 4 or stored.group % 32 or not k:
         return None
-    if (stored.format.scattered and not scattered) or torch.device(device).type != "cpu" or library() is None:
+    if torch.device(device).type != "cpu" or library() is None:
         return None
     return None if exact and dtype_of(stored.format.stored[1].suffix) not in ("BF16", "F16") else Packing(stored, k)

@@ -1,6 +1,5 @@
 """Weights as a plan found them stored: every part of a matrix in a format of its own."""
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
@@ -145,44 +144,42 @@ class PackedWeight(StoredWeight):
         return list(self._names.values())
 
     def load_own(self, part: Any, release: Callable[[str], object] | None = None) -> int:
-        packing, tensors, read = self._packing, {}, 0
+        packing, read = self._packing, 0
+        tensors: dict[str, Tensor] = {}
         for suffix, (shape, dtype) in packing.held(self._n).items():
             tensors[suffix] = in_large_pages(torch.empty(shape, dtype=dtype))
         for suffix, name in self._names.items():
-            shape = tuple(part.shape(name))
-            dtype = torch_dtype(part.dtype(name))
-            if shape != packing.stored.shape(suffix, self._n, packing.k) or dtype is None:
+            like = _held(name, part.dtype(name), packing.stored.shape(suffix, self._n, packing.k))
+            if tuple(part.shape(name)) != like.shape:
                 raise OddrankError(
-                    f"{name}: the plan gives this rank {part.dtype(name)} {list(shape)} and the model has room for "
-                    f"{list(packing.stored.shape(suffix, self._n, packing.k))}."
+                    f"{name}: the plan gives this rank {list(part.shape(name))} and the model has room for "
+                    f"{list(like.shape)}."
                 )
-            if suffix in packing.sources:
-                self._pack(part, suffix, torch.empty(shape, dtype=dtype, device="meta"), tensors)
-            read += math.prod(shape) * dtype.itemsize
-        if packing.stored.format.scattered:
-            tensors[".order"] = self._order(part, tensors[".codes"])
+            if suffix in packing.sources and torch.Size(like.shape).numel():
+                self._pack(part, suffix, like, tensors[packing.sources[suffix]])
+            read += torch.Size(like.shape).numel() * like.dtype.itemsize
+        if packing.stored.index in self._names:
+            self._put_in_order(part, self._names[packing.stored.index], tensors)
         for name in self._names.values():
             if release is not None:
                 release(name)
         self._tensors = tensors
         return read
 
-    def _pack(self, part: Any, suffix: str, like: Tensor, tensors: dict[str, Tensor]) -> None:
-        if not like.numel() or not self._n:
-            return
-        name, target = self._names[suffix], tensors[self._packing.sources[suffix]]
-        step = max(8, _PIECE_ELEMENTS * len(like) // like.numel() // 8 * 8)
-        staged = torch.empty(min(step, len(like)), *like.shape[1:], dtype=like.dtype)
-        for first in range(0, len(like), step):
-            rows = staged[: min(step, len(like) - first)]
+    def _pack(self, part: Any, suffix: str, like: Parameter, target: Tensor) -> None:
+        name, count = self._names[suffix], like.shape[0]
+        step = max(8, _PIECE_ELEMENTS // torch.Size(like.shape[1:]).numel() // 8 * 8)
+        staged = torch.empty(min(step, count), *like.shape[1:], dtype=like.dtype)
+        for first in range(0, count, step):
+            rows = staged[: min(step, count - first)]
             part.read_rows_into(name, first, words_of(rows, part.dtype(name)))
             self._packing.pack(suffix, rows, first, target)
 
-    def _order(self, part: Any, codes: Tensor) -> Tensor:
-        (suffix,) = (s.suffix for s in self._packing.stored.format.stored if s.rewritten == "groups")
+    def _put_in_order(self, part: Any, name: str, tensors: dict[str, Tensor]) -> None:
         groups = torch.empty(self._packing.k, dtype=torch.int32)
-        part.read_into(self._names[suffix], words_of(groups, part.dtype(self._names[suffix])))
-        return self._packing.order(groups, codes, self._names[suffix])
+        part.read_into(name, words_of(groups, part.dtype(name)))
+        if not self._packing.stored.in_order(groups):
+            tensors[".order"] = self._packing.order(groups, tensors[".codes"], name)
 
     def held(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
