@@ -48,8 +48,9 @@ def test_every_tensor_has_a_role(family: str, fmt: str, vision: bool, tmp_path: 
         planned = make_plan(out, 3, executor=executor)
         census = planned.census
         assert not census.problems and not census.unmatched and not census.ignored and not census.aliased
-        # MTP is there, the tower if asked for, and a drafter shares its target's vocabulary
-        assert set(census.absent) == ({"own vocabulary"} if family == "dflash" else set())
+        # MTP is there, the tower if asked for; a drafter shares its target's vocabulary, a draft layer its model's
+        shared = {"dflash": {"own vocabulary"}, "glm4_moe": {"MTP vocabulary"}}
+        assert set(census.absent) == shared.get(family, set())
         assert sum(use.count for use in census.uses) > 0
 
 
@@ -84,6 +85,18 @@ def test_published_sizes_in_whole_groups(
         assert len(planned.checks) == 7 and not planned.census.problems
         ragged = make_plan(out, tp).plan.layout("mlp")
         assert ragged.total() == sum(ragged.real()) == planned.plan.model.axis("mlp").count
+
+
+def test_gpt_oss_20b_in_mxfp4_at_three_ranks(tmp_path: Path) -> None:
+    """64/8 heads as 72/9, or 66/33; 2880 channels are 90 groups of 32, 30 a rank, as they are; vocabulary 201216."""
+    release = describe_release("gpt_oss", "mxfp4-experts", size="20b", layers=None, experts=None, vocab=None)
+    planned = make_plan(write_headers(release, tmp_path / "m"), 3, executor="vllm")
+    plan = planned.plan
+    assert [plan.layout(a).total() for a in ("q_heads", "kv_heads", "moe", "vocab")] == [72, 9, 2880, 201216]
+    assert plan.layout("moe").counts() == (960,) * 3 and len(planned.checks) == 7
+    choices = {c.candidate.totals() for group in planned.solution.choices for c in group if c.candidate.pairings}
+    assert choices == {(72, 9), (66, 33)}
+    assert sum(use.count for use in plan.uses if use.format == "mxfp4-blocks") == 2 * 24
 
 
 def test_full_size_35b_is_planned_whole(tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ def parts(role: Role, fmt: Format) -> tuple[Part, ...]:
             n: Cut(stored.block[0], stored.shared is True, False, tail),
             k: Cut(stored.block[1], bool(stored.shared), fmt.scattered, tail),
         }
-        kept = {"nk": (n, k), "kn": (k, n), "n": (n,), "k": (k,), "one": (k,), "scalar": ()}[stored.shape]
+        shape = "kn" if role.transposed and fmt.for_vectors else stored.shape
+        kept = {"nk": (n, k), "kn": (k, n), "n": (n,), "k": (k,), "one": (k,), "scalar": ()}[shape]
         leading = tuple(range(n))
         found.append(Part(suffix, stored, (*leading, *kept), (*(Cut(1) for _ in leading), *(cuts[d] for d in kept))))
     return tuple(found)
@@ -281,13 +282,15 @@ def take_census(
     problems += [
         f"{name} is {list(tensors[name].shape)}: only one scale for the whole layer can be carried as it is"
         for name in ignored
-        if name.endswith("_scale") and math.prod(tensors[name].shape) != 1
+        if name.endswith((".k_scale", ".v_scale")) and math.prod(tensors[name].shape) != 1
     ]
     problems += [
         f"{name} {tensors[name].dtype} {list(tensors[name].shape)} has no role in family {model.family}"
         for name in unmatched
     ]
-    return Census(tuple(uses), len(tensors), ignored, tuple(aliased), unmatched, tuple(sorted(absent)), tuple(problems))
+    return Census(
+        tuple(uses), len(tensors), ignored, tuple(aliased), unmatched, tuple(sorted(absent)), tuple(problems)
+    )
 
 
 def _in_order(form: _Form, base: str, read: Read | None) -> bool:

@@ -85,7 +85,7 @@ class Refinement:
                 continue
             for rank in range(len(layout.ranks)):
                 source = {name: np.arange(n, dtype=np.int64) for name, n in stock.items()} | {axis: layout.slots(rank)}
-                if storage_problem(self.model, self.uses, Slots(source, {}), {axis}, needed):
+                if storage_problem(self.model, self.uses, Slots(source, {}, True), {axis}, needed):
                     needed[axis] = self.finest
                     break
         return tuple(needed.items())

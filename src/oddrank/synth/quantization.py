@@ -15,7 +15,7 @@ Config = dict[str, Any]
 _LINEAR = frozenset(
     (
         "attention", "delta_net", "delta_net_gate", "mlp", "shared", "expert", "router", "shared_gate", "lm_head",
-        "mtp_fc", "draft_fc", "kernel_projection", "selector", "vision", "conv", "embedding",
+        "mtp_fc", "draft_fc", "kernel_projection", "selector", "projection", "vision", "conv", "embedding",
     )
 )  # fmt: skip
 """Kinds that are modules with a weight, which a list of exceptions may name."""
@@ -46,6 +46,9 @@ def quantization_config(release: Release) -> Config | None:
             }
         case "mxfp4":
             return _quark(release)
+        case "mxfp4-experts":
+            left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+            return {"modules_to_not_convert": left, "quant_method": "mxfp4"}
         case "gptq" | "gptq-int8":
             return _gptq(release)
         case "awq":
@@ -61,6 +64,8 @@ def quantization_config(release: Release) -> Config | None:
             return _auto_round(release)
         case "int8" | "int4-ct" | "int4-ct-asym" | "int8-ct" | "mxfp8":
             return _one_scheme(release)
+        case "fp8-ct":
+            return _per_channel(release)
         case _:
             return _compressed_tensors(release)
 
@@ -130,6 +135,27 @@ _CT_TARGETS = {
     "mlp": r"re:.*mlp\.(gate|up|down)_proj$",
     "expert": r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$",
 }
+
+
+def _per_channel(release: Release) -> Config:
+    """compressed-tensors' FP8_DYNAMIC: every linear layer but those it lists."""
+    return {
+        "config_groups": {
+            "group_0": {
+                "format": "float-quantized",
+                "input_activations": _values(8, strategy="token", dynamic=True, observer=None),
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": _values(8, strategy="channel"),
+            }
+        },
+        "format": "float-quantized",
+        "global_compression_ratio": None,
+        "ignore": [m for m in _plain(release) if "embed" not in m],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
 
 
 def _compressed_tensors(release: Release) -> Config:
