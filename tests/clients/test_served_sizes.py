@@ -1,4 +1,4 @@
-"""The same model served by one, two and three ranks: `capture` and `compare` find no difference, nor does transformers."""
+"""A model served by one, two and three ranks: `capture` and `compare` find no difference, nor does transformers."""
 
 from __future__ import annotations
 

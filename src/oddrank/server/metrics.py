@@ -30,13 +30,12 @@ class Metrics:
         self.running = Gauge("oddrank_requests_running", "Requests in memory", registry=r)
         self.cache = Gauge("oddrank_kv_cache_usage_ratio", "Pages of the KV cache that are held", registry=r)
         self.known = Gauge("oddrank_kv_cache_remembered_pages", "Pages that hold a known prefix", registry=r)
-        self.slots = Gauge("oddrank_state_slots_held", "Places with a state each that are taken", registry=r)
+        self.slots = Gauge("oddrank_state_slots_held", "Places of requests in memory, with their states", registry=r)
         self.snapshots = Gauge("oddrank_state_snapshots", "States kept at the ends of known prefixes", registry=r)
         self.unwritten = Gauge("oddrank_state_snapshots_unwritten", "Places for states neither kept nor free",
                                registry=r)  # fmt: skip
         self.preempted = Counter("oddrank_preemptions", "Requests that had to give way and start again", registry=r)
         self.steps = Counter("oddrank_steps", "Steps of the ranks", registry=r)
-        self.model = Counter("oddrank_model_seconds", "Of the ranks' steps, in the model, up to the logits", registry=r)
         self.step = Histogram("oddrank_step_seconds", "Of a step of the ranks", buckets=_PER_TOKEN, registry=r)
         self._preempted = self._reused = 0
 
@@ -54,7 +53,6 @@ class Metrics:
         self._preempted, self._reused = found.preempted, found.reused
         if found.tokens:
             self.steps.inc()
-            self.model.inc(found.model)
             self.step.observe(found.seconds)
 
     def over(self, watch: Watch, outcome: str, seconds: float) -> None:
