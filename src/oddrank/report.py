@@ -13,7 +13,7 @@ from oddrank.layout.breakdown import bytes_by_part, dummy_bytes, held
 from oddrank.layout.candidate import Candidate
 from oddrank.layout.capacity import rooms, tokens_together
 from oddrank.layout.census import Census, Use
-from oddrank.layout.cost import kv_bytes_per_layer, macs, rank_cost, state_bytes, weight_bytes
+from oddrank.layout.cost import kv_bytes, macs, rank_cost, state_bytes, weight_bytes
 from oddrank.layout.plan import Plan
 from oddrank.layout.proof import Check
 from oddrank.layout.solver import Choice, Solution
@@ -43,7 +43,6 @@ def describe(
         for r in range(plan.tp)
     ]
     stock_bytes = weight_bytes(model, plan.uses, stock)
-    kv_layers = model.kv.layers if model.kv else 0
     candidates = chosen(solution)
     return {
         "model": plan.name,
@@ -80,9 +79,9 @@ def describe(
         },
         "macs_per_token": {"stock": macs(model, stock, plan.context), "per_rank": [c.macs for c in costs]},
         "kv": {
-            "stock_bytes_per_token": kv_layers * kv_bytes_per_layer(model, stock, plan.kv_itemsize),
+            "stock_bytes_per_token": kv_bytes(model, stock, plan.kv_itemsize),
             "per_rank_bytes_per_token": [c.kv_bytes for c in costs],
-            "layers": kv_layers,
+            "layers": sum(cache.layers for cache in model.kv),
         },
         "state": {
             "stock_bytes_per_request": state_bytes(model, stock),

@@ -44,10 +44,12 @@ def command(
     html: str | None,
     as_json: bool,
 ) -> None:
-    """Plan MODEL, a directory with config.json and safetensors files, for N ranks.
+    """Plan MODEL for N ranks: a directory with config.json and safetensors files, or a model of the Hugging Face hub
+    (owner/name, or owner/name@revision).
 
-    Reads headers only. Shows every axis as trained and as planned, bytes per rank, the alternatives, and the
-    proof that the plan computes what the model computes; a plan that cannot be proven is an error.
+    Reads headers only, those of a model of the hub over HTTP. Shows every axis as trained and as planned, bytes per
+    rank, the alternatives, and the proof that the plan computes what the model computes; a plan that cannot be proven
+    is an error.
     """
     from oddrank.checkpoint import Checkpoint
     from oddrank.layout.executors import Constraints

@@ -45,6 +45,7 @@ std::vector<float> sample(const Operations &level) {
     level.scale_by_sigmoid(y.data(), x.data(), n), level.gate_by_silu(y.data(), w.data(), n), keep(y);
     z = x;
     level.rotate(z.data(), w.data(), x.data(), n / 2), level.add(z.data(), w.data(), n), keep(z);
+    level.run_maxima(x.data(), n, y.data()), level.run_weights(w.data(), n, 1.0f, 2.0f, y.data() + 1), keep({y[0], y[1]});
     all.push_back(level.exponentials(x.data(), y.data(), n, 1.0f)), keep(y);
     level.products(w.data(), n, x.data(), 1, n, 0, 1, nullptr, y.data(), 1), keep(y);
 

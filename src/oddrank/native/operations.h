@@ -76,7 +76,13 @@ struct Operations {
   void (*recur)(const Recur &r);
   int64_t (*attend_block_scratch)(const Block &b);
   void (*attend_block)(const Block &b);
+  // Of every RUN numbers of x, the last of them perhaps fewer: the largest, NaN where one is NaN.
+  void (*run_maxima)(const float *x, int64_t n, float *out);
+  // Likewise: the sum of e^((x - most) * by)
+  void (*run_weights)(const float *x, int64_t n, float most, float by, float *out);
 };
+
+constexpr int64_t RUN = 64;
 
 extern const Operations scalar_operations;
 #if defined(__x86_64__)

@@ -47,6 +47,24 @@ struct Bf16s {
   }
 };
 
+// PAIR numbers of a row as pairs of vectors have them, times `by`; and back.
+template <class D>
+inline void arrange(const float *from, float by, float *to) {
+  for (int i = 0; i < WIDTH; i++) to[i] = from[D::column(i)] * by;
+  for (int i = WIDTH; i < PAIR; i++) to[i] = from[D::column(i)] * by;
+}
+template <class D>
+inline void restore(const float *from, float *to) {
+  for (int i = 0; i < WIDTH; i++) to[D::column(i)] = from[i];
+  for (int i = WIDTH; i < PAIR; i++) to[D::column(i)] = from[i];
+}
+
+// Calls f(i, count) for each PAIR of n numbers: count is PAIR, and what is left for the last.
+template <class F>
+inline void each_pair(int64_t n, F f) {
+  for (int64_t i = 0; i < n; i += PAIR) f(i, n - i < PAIR ? n - i : int64_t(PAIR));
+}
+
 inline int64_t padded(int64_t dim) { return (dim + PAIR - 1) / PAIR * PAIR; }
 
 int64_t attend_scratch(int64_t dim, int64_t count) { return padded(dim) * (2 * count + KEYS) + count * (KEYS + 3); }
@@ -173,41 +191,53 @@ inline void attend_as(const Attend &a, bool widened) {
   float *largest_yet = s + count * KEYS, *totals = largest_yet + count, *shrink = totals + count;
   for (int64_t n = 0; n < count; n++) {
     const float *from = a.q + a.queries[n] * a.q_stride;
-    for (int64_t i = 0; i < stride; i++) {
-      const int64_t column = i / PAIR * PAIR + D::column(int(i % PAIR));
-      q[n * stride + i] = column < dim ? from[column] * a.scale : 0.0f;
-      acc[n * stride + i] = 0;
-    }
+    each_pair(dim, [&](int64_t i, int64_t some) {
+      float part[PAIR] = {};
+      if (some < PAIR) std::memcpy(part, from + i, size_t(some) * 4);
+      arrange<D>(some < PAIR ? part : from + i, a.scale, q + n * stride + i);
+    });
+    std::memset(acc + n * stride, 0, size_t(stride) * 4);
     largest_yet[n] = -__builtin_inff();
     totals[n] = 0;
   }
-  for (int64_t at = a.begin; at < a.end;) {
-    const int64_t page_end = pages.table ? (at / pages.page_size + 1) * pages.page_size : a.end;
-    int64_t keys = a.end - at < KEYS ? a.end - at : KEYS;
-    if (page_end - at < keys) keys = page_end - at;
-    const auto rows = [&](void *all) {
-      const void *found = row_of(pages, all, a.slot, a.head, at);
+  for (int64_t at = a.begin; at < a.end; at += KEYS) {
+    const int64_t keys = a.end - at < KEYS ? a.end - at : KEYS;
+    // Calls f(first key, keys) for what of the block lies in one run.
+    const auto each_run = [&](auto f) {
+      for (int64_t first = 0, run; first < keys; first += run) {
+        run = pages.table ? pages.page_size - (at + first) % pages.page_size : keys;
+        if (run > keys - first) run = keys - first;
+        f(first, run);
+      }
+    };
+    const auto rows = [&](void *all, int64_t first, int64_t run) {
+      const void *found = row_of(pages, all, a.slot, a.head, at + first);
       if (!widened) return static_cast<const Number *>(found);
-      widen(found, pages.number, keys, dim, stride, wide);
+      widen(found, pages.number, run, dim, stride, wide);
       return reinterpret_cast<const Number *>(wide);
     };
-    const Number *k = rows(pages.keys), *next = widened ? nullptr : rows(pages.values);
-    in_groups(count, [&](auto group, int64_t n) {
-      block_scores<D, decltype(group)::value>(q + n * stride, k, n ? nullptr : next, stride, keys, s + n * KEYS);
+    each_run([&](int64_t first, int64_t run) {
+      const Number *k = rows(pages.keys, first, run), *next = widened ? nullptr : rows(pages.values, first, run);
+      in_groups(count, [&](auto group, int64_t n) {
+        block_scores<D, decltype(group)::value>(q + n * stride, k, n ? nullptr : next, stride, run, s + n * KEYS + first);
+      });
     });
     for (int64_t n = 0; n < count; n++) shrink[n] = weigh(s + n * KEYS, keys, largest_yet[n], totals[n]);
-    const Number *v = rows(pages.values);
-    in_groups(count, [&](auto group, int64_t n) {
-      block_values<D, decltype(group)::value>(s + n * KEYS, v, stride, keys, shrink + n, acc + n * stride);
+    each_run([&](int64_t first, int64_t run) {
+      const Number *v = rows(pages.values, first, run);
+      in_groups(count, [&](auto group, int64_t n) {
+        block_values<D, decltype(group)::value>(s + n * KEYS + first, v, stride, run, shrink + n, acc + n * stride);
+      });
+      for (int64_t n = 0; n < count; n++) shrink[n] = 1;
     });
-    at += keys;
   }
   for (int64_t n = 0; n < count; n++) {
     float *out = a.out + n * (dim + 2);
-    for (int64_t i = 0; i < stride; i++) {
-      const int64_t column = i / PAIR * PAIR + D::column(int(i % PAIR));
-      if (column < dim) out[column] = acc[n * stride + i];
-    }
+    each_pair(dim, [&](int64_t i, int64_t some) {
+      float part[PAIR];
+      restore<D>(acc + n * stride + i, part);
+      std::memcpy(out + i, part, size_t(some) * 4);
+    });
     out[dim] = largest_yet[n];
     out[dim + 1] = totals[n];
   }

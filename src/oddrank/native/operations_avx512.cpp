@@ -9,6 +9,7 @@ namespace oddrank {
 const Operations avx512_operations = {
     norm,  unit,         rotate,   to_number, attend_scratch, attend, gated, scale, scale_by_sigmoid, gate_by_silu,
     add,   exponentials, products, convolve,  recur, attend_block_scratch, attend_block,
+    run_maxima, run_weights,
 };
 }  // namespace oddrank
 #endif

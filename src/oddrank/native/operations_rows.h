@@ -114,6 +114,39 @@ float exponentials(const float *x, float *y, int64_t n, float most) {
   return total;
 }
 
+// Numbers after the last are `behind`.
+inline Vec load_or(const float *p, int64_t count, float behind) {
+  if (count >= WIDTH) return load(p);
+  float all[WIDTH];
+  for (int i = 0; i < WIDTH; i++) all[i] = i < count ? p[i] : behind;
+  return load(all);
+}
+
+void run_maxima(const float *x, int64_t n, float *out) {
+  for (; n > 0; n -= RUN, x += RUN) {
+    Vec high = load_or(x, n, x[0]), sums = high - high;  // NaN or infinity less itself is NaN
+    for (int64_t i = WIDTH; i < RUN && i < n; i += WIDTH) {
+      const Vec v = load_or(x + i, n - i, x[0]);
+      high = most(high, v);
+      sums += v - v;
+    }
+    float high_of_all = largest(high);
+    if (sum(sums) != 0.0f)  // rare: which of the two?
+      for (int64_t i = 0; i < RUN && i < n; i++)
+        if (x[i] != x[i]) high_of_all = x[i];
+    *out++ = high_of_all;
+  }
+}
+
+void run_weights(const float *x, int64_t n, float most, float by, float *out) {
+  for (; n > 0; n -= RUN, x += RUN) {
+    Vec sums = zero();
+    for (int64_t i = 0; i < RUN && i < n; i += WIDTH)
+      sums += exponential((load_or(x + i, n - i, -__builtin_inff()) - set1(most)) * set1(by));
+    *out++ = sum(sums);
+  }
+}
+
 // `N` rows of x at a time: a weight that was read serves all of them.
 template <int N>
 inline void row_product(const float *row, int64_t k, const float *x, int64_t stride, float *sums) {

@@ -40,10 +40,19 @@ class Blocks:
     def __init__(self) -> None:
         self.nbytes = 0
         self._free: dict[int, list[np.ndarray[Any, Any]]] = {}
-        self._places: set[int] = set()
+        self._places: dict[int, np.ndarray[Any, Any]] = {}
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._places
+
+    def released(self, tensor: Tensor) -> Tensor:
+        """The tensor, without a hold on its block: once `tensor` has gone, what is recorded and replayed after that
+        may write there."""
+        if not self.holds(tensor):
+            return tensor
+        block = self._places[tensor.untyped_storage().data_ptr()]
+        whole = torch.from_numpy(block).view(tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def empty_like(self, made: Tensor) -> Tensor:
         """A tensor of the shape, strides and dtype of `made`, which must be dense."""
@@ -59,7 +68,7 @@ class Blocks:
         memory = np.empty(size + _ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT
         block = memory[start : start + size]
-        self._places.add(block.ctypes.data)
+        self._places[block.ctypes.data] = block
         self.nbytes += len(memory)
         return block
 

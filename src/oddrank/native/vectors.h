@@ -161,6 +161,9 @@ inline Vec exponential(Vec x) {
 inline Vec sigmoid(Vec x) { return set1(1.0f) / (set1(1.0f) + exponential(-x)); }
 
 inline float larger(float a, float b) { return b > a ? b : a; }
+#if defined(__AVX512F__)
+inline float largest(Vec v) { return _mm512_reduce_max_ps(v); }
+#else
 inline float largest(Vec v) {
   float half[WIDTH];
   store(half, v);
@@ -168,6 +171,7 @@ inline float largest(Vec v) {
     for (int i = 0; i < n; i++) half[i] = larger(half[i], half[i + n]);
   return half[0];
 }
+#endif
 
 // A number that a function is compiled for.
 template <int N>

@@ -15,7 +15,7 @@ from oddrank.runtime.loader import prepare
 from oddrank.runtime.models.llama import Llama
 from oddrank.runtime.recorded import DecodeSteps
 from oddrank.runtime.request import Completion, Sampling, Timings
-from oddrank.runtime.sampling import Sampler
+from oddrank.runtime.sampling import Sampler, choose
 from oddrank.runtime.step import Step
 from oddrank.runtime.threads import THREADED_CACHE, torch_threads
 
@@ -177,8 +177,10 @@ class Engine:
             self._choose(self.steps(tokens, past, cache), active, on_token)
 
     def _choose(self, logits: Tensor, sequences: Sequence[_Sequence], on_token: OnToken | None) -> None:
-        for row, sequence in zip(logits, sequences, strict=True):
-            token = sequence.sampler(row)
+        tokens = choose(logits, [sequence.sampler for sequence in sequences])
+        for token, sequence in zip(tokens, sequences, strict=True):
+            if isinstance(token, OddrankError):
+                raise token
             sequence.out.append(token)
             sequence.room -= 1
             sampling = sequence.sampler.sampling

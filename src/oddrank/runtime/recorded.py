@@ -25,7 +25,7 @@ from oddrank.runtime.cache import KVCache
 from oddrank.runtime.models.llama import Llama
 from oddrank.runtime.step import Step
 
-TAPES = 32
+TAPES = 64
 """Numbers of sequences whose steps are kept recorded; of more, those used last."""
 
 log = logging.getLogger(__name__)
@@ -164,6 +164,7 @@ class DecodeSteps:
             recording, h = Recording(found, self._blocks), inputs.hidden.copy_(h)
         with recording:
             logits = model.logits(model.run_blocks(h, step, cache))
+        logits = self._blocks.released(logits)  # no step needs those of the one before: their memory serves all numbers
         made = [after - start for after, start in zip(_collectives(model), before, strict=True)]
         if recording.stray is not None:
             log.debug("decoding %d sequences is not recorded: it calls %s", n, recording.stray)

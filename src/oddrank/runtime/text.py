@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -13,7 +13,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = (), skip_special: bool = True) -> None:
-        self._tokenizer, self._stops, self._skip = tokenizer, tuple(stops), skip_special
+        self._decode, self._stops = _decoder(tokenizer, skip_special), tuple(stops)
         self._tokens: list[int] = []
         self._given = 0  # tokens whose text has been taken
         self._context = 0  # where the text that decoding needs before them begins
@@ -56,8 +56,13 @@ class TextStream:
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip))
+
+def _decoder(tokenizer: Any, skip_special: bool) -> Callable[[list[int]], str]:
+    """What decodes ids as the tokenizer's `decode` does: the library's own call where that does nothing else, in a
+    fifth of the time."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decode = tokenizer.decode if backend is None or tokenizer.clean_up_tokenization_spaces else backend.decode
+    return lambda tokens: str(decode(tokens, skip_special_tokens=skip_special))
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -15,10 +15,13 @@ from oddrank.native.compiled import library
 from oddrank.runtime.engine import RECORD, Engine
 from oddrank.runtime.expert_options import ExpertOptions
 from oddrank.runtime.layers.norm import RMSNorm
+from oddrank.runtime.loader import prepare
 from oddrank.runtime.models.llama import Llama
 from oddrank.runtime.parallel import Group, LocalGroup, SoloGroup
 from oddrank.runtime.precision import Precision
+from oddrank.runtime.recorded import DecodeSteps
 from oddrank.runtime.request import Sampling
+from oddrank.runtime.step import Step
 from oddrank.runtime.worker import load_rank
 
 PROMPTS = [[3, 17, 52, 0, 17], [41], [8, 29, 11, 4, 4, 4, 9, 30, 2], [1, 2], [50, 49, 48]]
@@ -152,6 +155,25 @@ def test_recordings_outlive_a_call_and_their_memory_is_counted() -> None:
     assert 0 < held < 1 << 20
     assert engine.generate(PROMPTS[:1], sampling) == first
     assert engine.steps.replayed == 17 and engine.steps.tape(1) is tape and engine.steps.nbytes() == held
+
+
+@needs_library
+def test_recordings_of_several_numbers_of_sequences_share_their_memory() -> None:
+    """Logits are most of what a step of a small model computes in; of each number only the last step's are of use."""
+    model = solo(tiny("llama", max_position_embeddings=256, vocab_size=6000))
+    prepare(model)
+    steps, cache, held = DecodeSteps(model), model.new_cache(5), 0
+    with torch.inference_mode():
+        cache.begin(step := Step.of([(slot, [7], 0) for slot in range(5)], "cpu"))
+        model(step, cache)
+        for n in (5, 4, 3):
+            for past in range(1, 7):
+                plain = DecodeSteps(model, record=False)([past] * n, [past] * n, cache).clone()
+                assert torch.equal(steps([past] * n, [past] * n, cache), plain)
+            assert steps.tape(n) is not None
+            held = held or steps.nbytes()
+    assert steps.replayed == 9 and steps.tape(5) is not None
+    assert held > 1 << 17 and steps.nbytes() - held < 1 << 15  # five, four or three lines of logits take 2^17 bytes
 
 
 def test_ranks_in_lockstep_are_not_recorded() -> None:

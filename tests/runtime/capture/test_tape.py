@@ -73,6 +73,24 @@ def test_blocks_serve_again_once_nothing_is_in_them(found: Library) -> None:
     assert again.data_ptr() % 64 == 0 and blocks.nbytes <= 4 * base
 
 
+def test_what_was_released_reads_what_is_replayed_and_its_block_serves_others(found: Library) -> None:
+    blocks, tokens = Blocks(), torch.arange(4)
+    first, second = Recording(found, blocks), Recording(found, blocks)
+    with first:
+        out = take_rows(found, TABLE, tokens)
+    place = out.data_ptr()
+    out = blocks.released(out)
+    assert out.data_ptr() == place and torch.equal(out, TABLE[:4])
+    with second:
+        other = take_rows(found, TABLE, tokens)
+    assert other.data_ptr() == place
+    tokens.copy_(torch.tensor([9, 8, 7, 6]))
+    assert first.tape.replay()
+    assert torch.equal(out, TABLE[[9, 8, 7, 6]])
+    mine = torch.ones(3)
+    assert blocks.released(mine) is mine
+
+
 @pytest.mark.parametrize(
     "harmless",
     [

@@ -13,10 +13,14 @@ from oddrank.runtime.loader import prepare
 from oddrank.runtime.models.llama import Llama
 from oddrank.runtime.paged import PagedCache
 from oddrank.runtime.recorded import DecodeSteps
+from oddrank.runtime.sampling import likeliest
 from oddrank.runtime.serving.options import ServingOptions
 from oddrank.runtime.serving.scheduler import Piece, Work
 from oddrank.runtime.step import Step
 from oddrank.runtime.threads import THREADED_CACHE, torch_threads
+
+_ANGLES = 1 << 15
+"""Positions whose angles are there from the start: what is recorded is lost whenever their table grows."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -140,25 +144,17 @@ class Filled:
         logprobs: list[float] = []
         tops: list[list[tuple[int, float]]] = []
         for at in range(0, len(following), self._rows):
-            targets = list(following[at : at + self._rows])
+            targets = following[at : at + self._rows]
             logits = self._model.logits(self._hidden[start + at : start + at + len(targets)])
-            lines = torch.log_softmax(logits.float() if logits.dtype != torch.float64 else logits, -1)
-            logprobs += lines.gather(1, torch.tensor(targets, device=lines.device)[:, None])[:, 0].tolist()
-            tops += candidates(lines, top)
+            found = likeliest(logits, targets, top)
+            logprobs += found[0]
+            tops += found[1]
         return logprobs, tops
 
     @property
     def scored(self) -> list[int]:
         """Parts of which all logits are wanted."""
         return [i for i, p in enumerate(self._parts) if p.rows == "all"]
-
-
-def candidates(logprobs: Tensor, top: int) -> list[list[tuple[int, float]]]:
-    """The likeliest tokens of each row of [rows, vocab]."""
-    if top == 0:
-        return [[] for _ in range(len(logprobs))]
-    values, ids = logprobs.topk(min(top, logprobs.shape[-1]), -1)
-    return [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
 def make_executor(model: Llama, options: ServingOptions, free: int) -> tuple[Executor, int]:
@@ -179,7 +175,7 @@ def make_executor(model: Llama, options: ServingOptions, free: int) -> tuple[Exe
     budget = free // 2 if options.kv_bytes is None else options.kv_bytes + (options.running + snapshots) * state
     snapshots = min(snapshots, max(0, budget // 4 // max(1, state)))
     page = PagedCache.token_nbytes(one) * options.page
-    left = budget - (options.running + snapshots) * state
+    left = budget - (options.running + snapshots) * state if options.kv_bytes is None else options.kv_bytes
     most = options.running * -(-length // options.page)
     pages = min(most, left // page) if page else most
     told = group.all_gather(torch.tensor([pages], device=group.device), 0)
@@ -193,4 +189,5 @@ def make_executor(model: Llama, options: ServingOptions, free: int) -> tuple[Exe
     snapshots = int(group.all_gather(torch.tensor([snapshots], device=group.device), 0).min())
     plain = model.new_cache(options.running + snapshots)
     cache = PagedCache(plain, options.running, pages, options.page, min(length, pages * options.page), snapshots)
+    model.rotary.reserve(min(cache.capacity, _ANGLES))
     return Executor(model, cache), pages

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -19,13 +20,26 @@ from oddrank.runtime.parallel.child import Link
 from oddrank.runtime.parallel.group import Group
 from oddrank.runtime.precision import Precision
 from oddrank.runtime.room import measure_room
-from oddrank.runtime.sampling import Sampler
-from oddrank.runtime.serving.executor import Executor, Filled, Ordering, candidates, make_executor
-from oddrank.runtime.serving.messages import Cancel, Chosen, Failed, Ready, Scored, Stats, Stop, Submit, Update
+from oddrank.runtime.sampling import Sampler, choose, likeliest
+from oddrank.runtime.serving.executor import Executor, Filled, Ordering, make_executor
+from oddrank.runtime.serving.messages import (
+    Cancel,
+    Candidates,
+    Chosen,
+    Failed,
+    Ready,
+    Scored,
+    Stats,
+    Stop,
+    Submit,
+    Update,
+)
 from oddrank.runtime.serving.options import ServingOptions
 from oddrank.runtime.serving.pages import Pages, Snapshots
 from oddrank.runtime.serving.scheduler import Piece, Request, Scheduler, Work
 from oddrank.runtime.worker import load_rank
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +104,8 @@ class _Asked:
             all_logits=submit.prompt_top is not None,
         )  # fmt: skip
         self.told = False
+        self.scored = 0
+        """Of the prompt, tokens whose logprobs are told, the first counted, which has none."""
 
 
 class Leader:
@@ -104,14 +120,17 @@ class Leader:
         self._ordering = Ordering()
         self._asked: dict[int, _Asked] = {}
         self._queried = self._reused = 0
-        self._stats = Stats(0, 0, self.pages.count, 0)
+        self._since = self._in_model = 0.0  # when the step began; seconds of it in the model
 
     def run(self) -> None:
         group = self.executor.model.group
-        failed: list[Failed] = []
         while True:
-            if not self.scheduler and not failed and not self._take(self.link.receive(), failed):
-                break
+            failed: list[Failed] = []
+            if not self.scheduler:
+                message = self.link.receive()
+                self._since = time.perf_counter()
+                if not self._take(message, failed):
+                    break
             ended = False
             while self.link.waiting():
                 if not self._take(self.link.receive(), failed):
@@ -120,11 +139,9 @@ class Leader:
             if ended:
                 break
             if self.scheduler:
-                chosen, scored = self.step(failed)
-                self.link.send(Update(chosen, scored, failed, self._stats))
-            elif failed:
-                self.link.send(Update([], [], failed, self._stats))
-            failed = []
+                self.link.send(self.step(failed))
+            else:  # all that came was refused, or cancelled
+                self.link.send(Update([], [], failed, self._stats()))
         if group.size > 1:
             group.broadcast(None)
 
@@ -146,9 +163,9 @@ class Leader:
         self._asked[message.id] = asked
         return True
 
-    def step(self, failed: list[Failed]) -> tuple[list[Chosen], list[Scored]]:
-        """One step of all ranks."""
-        start = time.perf_counter()
+    def step(self, failed: list[Failed]) -> Update:
+        """One step of all ranks. failed: requests that are refused already; those that fail in the step join them."""
+        self._in_model = 0.0
         work = self.scheduler.next_work()
         order, group, executor = self._ordering(work), self.executor.model.group, self.executor
         if group.size > 1:
@@ -157,54 +174,71 @@ class Leader:
         chosen: list[Chosen] = []
         scored: list[Scored] = []
         tokens: list[int | None] = []
-        logits = executor.generate(order)
+        logits = self._timed(lambda: executor.generate(order))
         if logits is not None:
             tokens += self._choose(logits, work.generating, chosen, failed)
-        filled = executor.fill(order)
+        filled = self._timed(lambda: executor.fill(order))
         if filled is not None:
-            last = filled.last()
+            last = self._timed(filled.last)
             ends = [(i, p) for i, p in enumerate(p for p in work.prompts if p.ends or p.request.all_logits) if p.ends]
             scored += self._score(filled, work.prompts)
             if last is not None and ends:
                 rows = last[[i for i, _ in ends]] if len(ends) < len(last) else last
                 tokens += self._choose(rows, [p for _, p in ends], chosen, failed)
         self.scheduler.done(work, tokens)
-        self._count(work, time.perf_counter() - start)
-        return chosen, scored
+        self._count(work)
+        through = sum(len(p.tokens) for p in work.pieces())
+        before, self._since = self._since, time.perf_counter()
+        return Update(chosen, scored, failed, self._stats(self._since - before, through, self._in_model))
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        """The result of work, which is the model's."""
+        start = time.perf_counter()
+        done = work()
+        self._in_model += time.perf_counter() - start
+        return done
 
     def _choose(
         self, logits: Tensor, pieces: Sequence[Piece], chosen: list[Chosen], failed: list[Failed]
     ) -> list[int | None]:
         """A token for each row; None where its request ends with it."""
-        found: list[int | None] = []
-        for row, piece in zip(logits, pieces, strict=True):
-            asked = self._asked[piece.request.id]
-            if asked.sampling.max_tokens == 0:  # only its prompt's logprobs were wanted
+        asked = [self._asked[piece.request.id] for piece in pieces]
+        rows = [i for i, a in enumerate(asked) if a.sampling.max_tokens]  # of others only the prompt's logprobs
+        found: list[int | None] = [None] * len(pieces)
+        tokens: dict[int, int] = {}
+        some = logits if len(rows) == len(pieces) else logits[rows]
+        for i, token in zip(rows, choose(some, [asked[i].sampler for i in rows]) if rows else (), strict=True):
+            if isinstance(token, OddrankError):
+                failed.append(Failed(pieces[i].request.id, str(token)))
+            else:
+                tokens[i] = token
+        told = self._logprobs(logits, asked, tokens)
+        for i, piece in enumerate(pieces):
+            finish = ""
+            if i in tokens:
+                event = self._event(asked[i], piece.request, tokens[i], *told.get(i, (None, [])))
+                chosen.append(event)
+                finish = event.finish
+            if i not in tokens or finish:
                 del self._asked[piece.request.id]
-                found.append(None)
-                continue
-            try:
-                token = asked.sampler(row)
-            except OddrankError as error:
-                failed.append(Failed(piece.request.id, str(error)))
-                del self._asked[piece.request.id]
-                found.append(None)
-                continue
-            event = self._event(asked, piece.request, row, token)
-            chosen.append(event)
-            if event.finish:
-                del self._asked[piece.request.id]
-            found.append(None if event.finish else token)
+            else:
+                found[i] = tokens[i]
         return found
 
-    def _event(self, asked: _Asked, request: Request, row: Tensor, token: int) -> Chosen:
+    def _logprobs(
+        self, logits: Tensor, asked: Sequence[_Asked], tokens: dict[int, int]
+    ) -> dict[int, tuple[float, Candidates]]:
+        """Of the tokens of those rows that want them, and the candidates as many as the row wants."""
+        wanted = [i for i in tokens if asked[i].submit.top is not None]
+        if not wanted:
+            return {}
+        most = max(asked[i].submit.top or 0 for i in wanted)
+        own, tops = likeliest(logits[wanted], [tokens[i] for i in wanted], most)
+        return {i: (p, top[: asked[i].submit.top]) for i, p, top in zip(wanted, own, tops, strict=True)}
+
+    def _event(self, asked: _Asked, request: Request, token: int, logprob: float | None, top: Candidates) -> Chosen:
         ends_text = token in asked.sampling.stop or (token in self.eos and not asked.sampling.ignore_eos)
         finish = "stop" if ends_text else "length" if len(request.tokens) + 1 >= request.limit else ""
-        logprob, top = None, []
-        if asked.submit.top is not None:
-            line = torch.log_softmax(row.float() if row.dtype != torch.float64 else row, -1)
-            logprob = float(line[token])
-            (top,) = candidates(line[None], asked.submit.top)
         reused = 0 if asked.told else request.reused
         asked.told = True
         return Chosen(request.id, token, finish, ends_text, logprob, top, reused)
@@ -224,19 +258,30 @@ class Leader:
             group.broadcast(jobs)
         found = []
         for index, following, top in jobs:
-            piece = pieces[index]
+            piece, asked = pieces[index], self._asked[pieces[index].request.id]
             logprobs, tops = filled.scores(index, following, top)
-            ended = piece.ends and self._asked[piece.request.id].sampling.max_tokens == 0
-            found.append(Scored(piece.request.id, piece.start + 1, logprobs, tops, "length" if ended else ""))
+            start, end = piece.start + 1, piece.start + 1 + len(logprobs)
+            known = max(0, asked.scored - start)  # told before it had to give way
+            ended = piece.ends and asked.sampling.max_tokens == 0
+            if end > asked.scored or ended:
+                finish = "length" if ended else ""
+                found.append(Scored(piece.request.id, start + known, logprobs[known:], tops[known:], finish))
+                asked.scored = end
+            if piece.ends:
+                piece.request.all_logits = False  # should it start again, they are not wanted
         return found
 
-    def _count(self, work: Work, seconds: float) -> None:
-        s = self.scheduler
+    def _count(self, work: Work) -> None:
         for piece in work.prompts:
             if piece.ends and not piece.request.preempted:
                 self._queried += piece.request.prompt
                 self._reused += piece.request.reused
-        self._stats = Stats(
-            len(s.waiting), s.running, self.pages.count, self.pages.held, self.pages.remembered, seconds,
-            sum(len(p.tokens) for p in work.pieces()), s.preempted, self._queried, self._reused,
+
+    def _stats(self, seconds: float = 0.0, tokens: int = 0, model: float = 0.0) -> Stats:
+        """As things are. seconds, tokens, model: of the step that has just been, if one has."""
+        s, kept = self.scheduler, self.scheduler.snapshots
+        return Stats(
+            len(s.waiting), s.running, self.pages.count, self.pages.held, self.pages.remembered, seconds, tokens,
+            s.preempted, self._queried, self._reused, s.slots_held,
+            0 if kept is None else len(kept), 0 if kept is None else kept.unwritten, model,
         )  # fmt: skip
