@@ -3,10 +3,10 @@
 All threads. Weights are rotated over at least 256 MB, so none comes from a cache. Every round times reading 256 MB of
 memory (torch's sum of them) and then each kernel, once over all its matrices. Rates are the best round's; shares and
 gains are medians over rounds of the ratio to the same round's reading (or bf16, or batch 1), so what else the machine
-does at the time is on both sides. What a batch gains is bounded by how fast this machine multiplies: torch's matrix product in
-the same round, in bf16 where pairs of bf16 are multiplied (level avx512bf16; bf16 and fp8), else in fp32; integers of 16
-bits go twice as many to a register as fp32. `GB_per_cpu_second`: bytes by the processor time of all this process's
-threads.
+does at the time is on both sides. What a batch gains is bounded by how fast this machine multiplies: torch's matrix
+product in the same round, in bf16 where pairs of bf16 are multiplied (level avx512bf16; bf16 and fp8), else in fp32;
+integers of 16 bits go twice as many to a register as fp32. `GB_per_cpu_second`: bytes by the processor time of all this
+process's threads.
 """
 
 from __future__ import annotations
