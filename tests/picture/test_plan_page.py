@@ -15,6 +15,8 @@ from layout.shapes import plan as planned_for
 from layout.shapes import subject_of, toy_model, toy_table
 from picture.tree import Box, Node, is_about, numbers, ranks_of, read
 
+from oddrank.layout.layouts import Layout, Pairing
+from oddrank.layout.proof import prove
 from oddrank.picture import page
 from oddrank.report import describe
 from oddrank.synth import describe_release, write_headers
@@ -86,6 +88,7 @@ def test_padding_is_marked_in_words(tiny: Path, tmp_path: Path, capsys: pytest.C
     # per layer 3 query heads of q and o, 1 KV head of k and v, each 4 x 36 in fp32; 24 rows of 36; of all weights
     dummies = 4 * (2 * (3 * 2 + 1 * 2) * 4 * 36 + 24 * 36)
     weights = 4 * (2 * (2 * 36 * 36 + 2 * 12 * 36 + 3 * 24 * 36 + 72) + 40 * 36 + 36)
+    assert shown.report["bytes"]["dummies_per_rank"] == [0, dummies]
     assert (
         f"{100 * dummies / weights:.1f}%" in tile.text()
         and "12.4 KiB" in tile.text()
@@ -126,6 +129,44 @@ def test_heads_without_kv_heads_of_their_own(capsys: pytest.CaptureFixture[str])
     assert "KV cache, per token" not in article(shown).text()
 
 
+def test_dummies_and_copies_anywhere() -> None:
+    """Slots in an order that no solver gives them: what is shown is the plan, not what plans look like."""
+    model = toy_model(followers=4, leaders=2)
+    made = planned_for(subject_of(model, toy_table(model)), 2)
+    layouts = {
+        "q_heads": Layout.of("q_heads", [[-1, 3, -1, -1, 2, 0], [-1, 1]]),
+        "kv_heads": Layout.of("kv_heads", [[-1, 1, 0], [0, 0]]),
+    }
+    pairing = Pairing("q_heads", "kv_heads", ((1, 1, 1, 0, 1, 2), (0, 1)))
+    plan = msgspec.structs.replace(
+        made.plan, layouts=tuple(layouts.get(la.axis, la) for la in made.plan.layouts), pairings=(pairing,)
+    )
+    solution = msgspec.structs.replace(made.solution, plan=plan)
+    document = read(page([{**describe(solution, made.census, prove(plan, made.census)), "plan": plan}]))
+    assert ranks_of(document.one("ol", "ranks")) == [
+        [
+            Box("dummy KV", "", [-1]),
+            Box("KV 1", "", [-1, 3, -1, 2]),
+            Box("KV 0", "copy 1 of 3, also rank 1", [0]),
+        ],
+        [Box("KV 0", "copy 2 of 3, also rank 0", [-1]), Box("KV 0", "copy 3 of 3, also rank 0", [1])],
+    ]
+    assert document.one("p", "verdict").text().startswith("✓")
+
+
+def test_a_failed_check_is_told() -> None:
+    model = toy_model(followers=4, leaders=2)
+    made = planned_for(subject_of(model, toy_table(model)), 2)
+    wrong = msgspec.structs.replace(made.plan, pairings=(Pairing("q_heads", "kv_heads", ((0, 0), (0, 0))),), layouts=(
+        made.plan.layouts[0], Layout.of("kv_heads", [[0], [0]]), *made.plan.layouts[2:])
+    )  # fmt: skip
+    solution = msgspec.structs.replace(made.solution, plan=wrong)
+    document = read(page([{**describe(solution, made.census, prove(wrong, made.census)), "plan": wrong}]))
+    assert document.one("p", "verdict").text() == "✗ Not proven. pairing"
+    (failed,) = [row for row in document.one("ol", "checks").all("li") if row.text().startswith("✗")]
+    assert "Pairing" in failed.text() and "belongs to kv_heads 1" in failed.text()
+
+
 def shown_toy(followers: int, leaders: int, tp: int, executor: str) -> Shown:
     model = toy_model(followers=followers, leaders=leaders)
     return of_subject(subject_of(model, toy_table(model)), tp, executor)
@@ -142,6 +183,7 @@ def of_subject(subject: Any, tp: int, executor: str) -> Shown:
 
 CASES = {
     "135M at 3": ("135M", ["--tp", 3]),
+    "135M on fewer": ("135M", ["--tp", 4, "--executor", "vllm", "--layout", "pad", "--run-tp", 2]),
     "27B padded": ("27B", ["--tp", 3, "--executor", "vllm", "--layout", "pad"]),
     "27B by memory": ("27B", ["--tp", 3, "--rank-memory", "24,24,16"]),
     "35B-A3B at 3": ("35B-A3B", ["--tp", 3, "--executor", "vllm"]),
@@ -326,6 +368,23 @@ def check_alone(shown: Shown) -> None:
     style = shown.document.one("style").text()
     assert "@import" not in style and "//" not in shown.html
     assert set(re.findall(r"url\(([^)]*)\)", shown.html)) <= {f"#{name}" for name in ids}
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "axis", "unit"),
+    [
+        ("27B", [], "mlp", 32),  # MXFP4: down_proj's scales are one for 32 columns
+        ("35B-A3B", [], "moe", 64),  # 512 is 4 blocks of 128: 3 ranks of the runtime cut them in 64
+        ("35B-A3B", ["--executor", "vllm"], "moe", 128),
+        ("135M", [], "mlp", 1),
+    ],
+)
+def test_groups_are_those_of_the_storage(
+    name: str, args: list[str], axis: str, unit: int, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = show(capsys, tmp_path, models / name, "--tp", 3, *args)
+    assert next(a["unit"] for a in shown.report["axes"] if a["name"] == axis) == unit
+    assert (f"Stored in groups of {unit}" in article(shown).text()) == (unit > 1)
 
 
 # -- what is said in words -------------------------------------------------------------------------------------------
