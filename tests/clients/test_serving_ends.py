@@ -16,10 +16,13 @@ import httpx
 import openai
 import pytest
 from cli.test_cli import run
+
 from clients.served_models import write_synthetic
 from clients.served_process import Serving, ended, named_memory, started, until
 
-LONG: Any = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 8000, "temperature": 0, "extra_body": {"ignore_eos": True}}
+LONG: Any = {
+    "model": "m", "prompt": [5, 6, 7], "max_tokens": 8000, "temperature": 0, "extra_body": {"ignore_eos": True},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from formats.codec import Raw, decode
 from formats.integers import awq, ct, gptq
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from oddrank.checkpoint import Checkpoint
 
@@ -118,6 +120,8 @@ COMPANIONS = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".input_scale",
     ".input_global_scale",
 )  # fmt: skip
+BLOCKS = ("_blocks", "_scales")
+"""Of gpt-oss's stacked experts, in place of [E, K, N]."""
 PACKED = (".qweight", ".qzeros", ".scales", ".g_idx", ".weight_shape", ".weight_zero_point")
 """What else integers in 32-bit words are stored in."""
 
@@ -127,7 +131,9 @@ def matrices(names: Iterator[str] | list[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in names:
         suffix = next((s for s in (*COMPANIONS, ".weight_packed", *PACKED) if name.endswith(s)), None)
-        if suffix is None and not name.endswith(".weight"):
+        if name.endswith(BLOCKS):
+            found.setdefault(name[:-7], []).append(name[-7:])
+        elif suffix is None and not name.endswith(".weight"):
             found[name] = [""]
         else:
             base = name.removesuffix(suffix or ".weight")
@@ -137,6 +143,8 @@ def matrices(names: Iterator[str] | list[str]) -> dict[str, list[str]]:
 
 def scale_block(parts: dict[str, Raw], logical: tuple[int, ...]) -> tuple[int, int]:
     """Elements along (N, K) per scale, as the releases store them."""
+    if "_blocks" in parts:
+        return (1, 32)
     if is_packed(parts):
         groups = parts[".scales"].words.shape[0] if ".scales" in parts else parts[".weight_scale"].words.shape[1]
         return (1, logical[1] // groups if groups > 1 else 0)
@@ -180,6 +188,9 @@ def _width(k: int, groups: int, group: int | None) -> int:
 
 def logical(parts: dict[str, Raw], block: tuple[int, int] | None = None) -> npt.NDArray[np.float64]:
     """The decoded tensor, from its stored tensors by suffix."""
+    if "_blocks" in parts:
+        made = [torch.from_numpy(np.array(parts[s].words)) for s in BLOCKS]
+        return convert_moe_packed_tensors(*made, dtype=torch.float64).numpy()
     if is_packed(parts):
         return unpacked(parts, None if block is None else block[1])
     if set(parts) == {""}:

@@ -19,7 +19,8 @@ from oddrank.transform.slice import RankSlice
 Words = npt.NDArray[Any]
 
 
-ALONG = [(family, fmt) for family, fmt in EVERY if not fmt.startswith(("int4", "int8-ct", "gptq", "awq", "auto-round"))]
+OTHERWISE = ("int4", "int8-ct", "gptq", "awq", "auto-round", "mxfp4-experts")
+ALONG = [(family, fmt) for family, fmt in EVERY if not fmt.startswith(OTHERWISE)]
 """Releases whose stored tensors all lie as their matrices do, [N, K]; the others' ranks are decoded, here and in
 tests/formats."""
 

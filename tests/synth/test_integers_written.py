@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
 from compressed_tensors.compressors.naive_quantized.base import IntQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
@@ -15,6 +16,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from formats.codec import Raw
 from formats.integers import awq, gptq
 from formats.packed_models import tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from oddrank.checkpoint import Checkpoint
 from oddrank.formats.declared import declared
@@ -87,6 +89,21 @@ def test_it_is_the_bf16_release_rounded(family: str, fmt: str, tmp_path: Path) -
         assert np.abs(found - x).max() <= allowed(fmt) * np.abs(x).max(), name
         compared += 1
     assert compared >= 6
+
+
+def test_stacked_blocks_are_the_bf16_experts_rounded(tmp_path: Path) -> None:
+    """[E, K, N] in bf16, [E, N, K/32, 16] in MXFP4, which transformers turns back."""
+    options: dict[str, Any] = {"size": "tiny", "layers": 1, "experts": 2}
+    made = Checkpoint.open(write_checkpoint(describe_release("gpt_oss", "mxfp4-experts", **options), tmp_path / "m"))
+    exact = Checkpoint.open(write_checkpoint(describe_release("gpt_oss", **options), tmp_path / "bf16"))
+    for name in ("gate_up_proj", "down_proj"):
+        at = f"model.layers.0.mlp.experts.{name}"
+        parts = (torch.from_numpy(made.array(at + suffix).copy()) for suffix in ("_blocks", "_scales"))
+        found, x = convert_moe_packed_tensors(*parts, dtype=torch.float32).numpy(), numbers.from_bf16(exact.array(at))
+        # the largest gap of e2m1 is from 4 to 6: half of it, of a group's largest number of at least 3.5 steps
+        largest = np.repeat(np.abs(x.reshape(len(x), -1, 32, x.shape[2])).max(axis=2), 32, axis=1)
+        assert found.shape == x.shape and (np.abs(found - x) <= largest / 3.4).all() and np.abs(found - x).mean() < 0.05
+        assert np.corrcoef(found.ravel(), x.ravel())[0, 1] > 0.98
 
 
 @pytest.mark.parametrize(("family", "fmt"), RELEASES)

@@ -87,6 +87,18 @@ def test_published_sizes_in_whole_groups(
         assert ragged.total() == sum(ragged.real()) == planned.plan.model.axis("mlp").count
 
 
+def test_gpt_oss_20b_in_mxfp4_at_three_ranks(tmp_path: Path) -> None:
+    """64/8 heads as 72/9, or 66/33; 2880 channels are 90 groups of 32, 30 a rank, as they are; vocabulary 201216."""
+    release = describe_release("gpt_oss", "mxfp4-experts", size="20b", layers=None, experts=None, vocab=None)
+    planned = make_plan(write_headers(release, tmp_path / "m"), 3, executor="vllm")
+    plan = planned.plan
+    assert [plan.layout(a).total() for a in ("q_heads", "kv_heads", "moe", "vocab")] == [72, 9, 2880, 201216]
+    assert plan.layout("moe").counts() == (960,) * 3 and len(planned.checks) == 7
+    choices = {c.candidate.totals() for group in planned.solution.choices for c in group if c.candidate.pairings}
+    assert choices == {(72, 9), (66, 33)}
+    assert sum(use.count for use in plan.uses if use.format == "mxfp4-blocks") == 2 * 24
+
+
 def test_full_size_35b_is_planned_whole(tmp_path: Path) -> None:
     # 30,970 matrices (771 in each of 40 layers' experts, 3 in 30 mixers, 4 in 10), three tensors each, and 715 others
     for fmt, count in (("fp8-block", 64_196), ("nvfp4-mixed", 124_468), ("awq", 3 * 30_970 + 715)):

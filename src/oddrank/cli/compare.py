@@ -64,7 +64,7 @@ def command(
     first, second = _sides((a, model_a), (b, model_b), suite_name, api, api_key, concurrency)
     found = compare(first, second, Tolerance(near_tie, max_kl))
     if html is not None:
-        from oddrank.verify.served.answers import write_whole
+        from oddrank.checkpoint.wholefile import write_whole
         from oddrank.verify.served.page import page
 
         write_whole(Path(html), page(first, second, found).encode())

@@ -46,6 +46,9 @@ def quantization_config(release: Release) -> Config | None:
             }
         case "mxfp4":
             return _quark(release)
+        case "mxfp4-experts":
+            left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+            return {"modules_to_not_convert": left, "quant_method": "mxfp4"}
         case "gptq" | "gptq-int8":
             return _gptq(release)
         case "awq":

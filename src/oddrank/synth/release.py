@@ -19,7 +19,7 @@ from oddrank.synth.values import MATRICES, matrix_shape
 class Recipe(msgspec.Struct, frozen=True):
     """A format: scheme by tensor kind, for the model and for its MTP layer; what is not named stays bf16.
 
-    stacked, mtp_stacked: experts in two tensors a layer (which are never quantized here). layer_files: a file per
+    stacked, mtp_stacked: experts in two tensors a layer (only gpt-oss's are ever quantized). layer_files: a file per
     layer, as this format's hybrid releases have.
     """
 
@@ -63,6 +63,7 @@ FORMATS: dict[str, Recipe] = {
     "auto-round": Recipe(_every(integers.gptq(index=False)), {}, stacked=False, mtp_stacked=True),
     "auto-round-awq": Recipe(_every(integers.awq()), {}, stacked=False, mtp_stacked=True),
     "mxfp8": Recipe(_every(schemes.MXFP8), {}, stacked=False, mtp_stacked=True),
+    "mxfp4-experts": Recipe({"bank": schemes.MXFP4_BLOCKS}, {}, stacked=True, mtp_stacked=True),
     "fp8-ct": Recipe(_every(schemes.FP8_CHANNEL), _every(schemes.FP8_CHANNEL), stacked=False, mtp_stacked=False),
     "mxfp4": Recipe(
         _every(schemes.MXFP4, "delta_net_gate"), _every(schemes.FP8_CHANNEL_1D), stacked=False, mtp_stacked=False
@@ -81,7 +82,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "qwen3_moe": ("bf16", "fp8-block"),
     "mixtral": ("bf16",),
     "phi3": ("bf16",),
-    "gpt_oss": ("bf16",),
+    "gpt_oss": ("bf16", "mxfp4-experts"),
     "glm4_moe": ("bf16", "fp8-ct"),
     "qwen3_next": ("bf16", "fp8-block"),
     "gemma3": ("bf16",),
@@ -151,6 +152,8 @@ class Release(msgspec.Struct, frozen=True):
 
     def scheme(self, logical: Logical) -> Scheme | None:
         """How a matrix is stored; None for what is not a matrix and for tensors without a `.weight` to replace."""
+        if logical.kind == "bank":
+            return self.recipe.body.get("bank")
         if logical.kind not in MATRICES or not logical.name.endswith(".weight"):
             return None
         chosen = (self.recipe.mtp if logical.file == "mtp" else self.recipe.body).get(logical.kind, schemes.DENSE)
@@ -172,6 +175,10 @@ class Release(msgspec.Struct, frozen=True):
                 yield Stored(logical, logical.name, (Part("", "BF16", logical.shape, 0),), None)
             elif scheme is schemes.DENSE:
                 yield Stored(logical, logical.name, (Part("", "BF16", logical.shape, 1),), scheme)
+            elif logical.kind == "bank":
+                experts, k, n = logical.shape  # stored [E, N, K]
+                parts = (p._replace(shape=(experts, *p.shape)) for p in scheme.parts(n, k))
+                yield Stored(logical, logical.name, tuple(parts), scheme)
             else:
                 base = logical.name.removesuffix(".weight")
                 yield Stored(logical, base, scheme.parts(*matrix_shape(logical)), scheme)

@@ -147,6 +147,12 @@ def _encode_int8(x: Floats, bound: float) -> tuple[Words | None, ...]:
     return np.clip(np.rint(x / from_bf16(scale)), -128, 127).astype(np.int8).view(np.uint8), scale
 
 
+def _encode_blocks_of_32(x: Floats, bound: float) -> tuple[Words | None, ...]:
+    words, scale = _encode_mxfp4(x, bound)
+    assert words is not None
+    return words.reshape(*x.shape[:-1], -1, 16), scale
+
+
 DENSE = Scheme(
     "bf16",
     lambda n, k: (Part(".weight", "BF16", (n, k), 1),),
@@ -220,6 +226,14 @@ MXFP8 = Scheme(
     _none,
     multiple=32,
 )
+MXFP4_BLOCKS = Scheme(
+    "mxfp4, gpt-oss",
+    lambda n, k: (Part("_blocks", "U8", (n, k // 32, 16), 1), Part("_scales", "U8", (n, k // 32), 1)),
+    _encode_blocks_of_32,
+    _none,
+    multiple=32,
+)
+"""Of one expert of a stack."""
 MXFP4 = Scheme(
     "mxfp4, Quark",
     lambda n, k: (Part(".weight", "U8", (n, k // 2), 1), Part(".weight_scale", "U8", (n, k // 32), 1)),

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from oddrank.checkpoint.hub import hub_model
 from oddrank.engines.vllm.launch import find_vllm
 from oddrank.errors import OddrankError
 
@@ -57,6 +58,7 @@ class Endpoint(msgspec.Struct, frozen=True):
             raise OddrankError(f"vLLM does not compute in {self.dtype}; --engine native does.")
         if self.layout == "ragged":
             raise OddrankError("vLLM's ranks are equal, so it has no --layout ragged; --engine native has.")
+        hub = hub_model(self.model)
         given: dict[str, Any] = {
             "tensor-parallel-size": self.tp,
             "host": self.host,
@@ -67,11 +69,13 @@ class Endpoint(msgspec.Struct, frozen=True):
             "max-num-batched-tokens": None if self.chunk is None else self.chunk + (self.running or 0),
             "kv-cache-memory-bytes": self.kv_bytes,
             "dtype": None if self.dtype is None else _DTYPES[self.dtype],
+            "revision": None if hub is None else hub.revision,
         }
         options = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
-        names = self.names or (Path(self.model).resolve().name,)
+        model = self.model if hub is None else hub.repo
+        names = self.names or (Path(model).resolve().name,)
         reuse = [] if self.reuse else ["--no-enable-prefix-caching"]
-        return [self.model, *options, "--served-model-name", *names, *reuse]
+        return [model, *options, "--served-model-name", *names, *reuse]
 
     def environment(self) -> dict[str, str]:
         """The variables that say the rest. The key is one: vLLM logs its arguments. So are the threads of a rank on a
