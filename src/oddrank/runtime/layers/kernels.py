@@ -127,7 +127,8 @@ class NarrowWeight(LinearWeight):
 
     def prepare(self, threads: int) -> None:
         self._prepare_torch(threads)
-        self._native, self._available = native_matrix(decoder("dense"), {".weight": self.weight.data}), threads
+        self._native = native_matrix(decoder("dense"), {".weight": self.weight.data}, exact=False)
+        self._available = threads
 
     def _prepare_torch(self, threads: int) -> None:
         self._threads = threads if math.prod(self.weight.shape) >= THREADED_ELEMENTS else 1
