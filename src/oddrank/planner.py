@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -56,14 +57,30 @@ def study(checkpoint: Checkpoint) -> Subject:
     tables = {p: {f"{p}embed_tokens{suffix}" for suffix in values} for p in family.prefixes}
     prefix = next((p for p, names in tables.items() if names & checkpoint.tensors.keys()), family.prefixes[0])
     model = family.build(view, prefix)
-    quantization = view.child("quantization_config")
     return Subject(
-        name=os.fsencode(checkpoint.path.name).decode("utf-8", "replace"),
+        name=os.fsencode(checkpoint.name).decode("utf-8", "replace"),
         config_digest=config_digest(checkpoint.config),
         model=model,
-        census=take_census(model, checkpoint.tensors, dict(quantization.data) if quantization else None),
+        census=take_census(model, checkpoint.tensors, quantization_of(checkpoint), checkpoint.array),
         kv_itemsize=KV_ITEMSIZE.get(view.dtype() or "bfloat16", 2),
     )
+
+
+def quantization_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What a checkpoint says of how it is quantized: `quantization_config` of config.json or of its text part, or the
+    file of its own that older GPTQ and AWQ exporters wrote; None where nothing does. Raises OddrankError where it is no
+    object."""
+    view = ConfigView(checkpoint.config, file=str(checkpoint.path / "config.json"))
+    text = view.child("text_config")
+    for holder in (view, text):
+        found = holder.child("quantization_config") if holder is not None else None
+        if found is not None and found.data:
+            return dict(found.data)
+    for file, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        stored = checkpoint.other_object(file)
+        if stored is not None:
+            return {"quant_method": method, **stored}
+    return None
 
 
 def plan_subject(subject: Subject, request: Request) -> Planned:
@@ -79,7 +96,7 @@ def plan_subject(subject: Subject, request: Request) -> Planned:
 
 
 def make_plan(
-    model: str | os.PathLike[str],
+    model: str | os.PathLike[str] | Checkpoint,
     tp: int,
     *,
     executor: str = "runtime",
@@ -89,13 +106,13 @@ def make_plan(
     run_tp: int | None = None,
     rank_memory: Sequence[float] | None = None,
 ) -> Planned:
-    """Plan the model directory `model` for `tp` ranks and prove the plan.
+    """Plan `model`, a model directory or a model of the hub (`owner/name`), for `tp` ranks and prove the plan.
 
     executor: `runtime` or `vllm`. layout: `auto`, `ragged`, `pad` or `replicate`. context: tokens of context the
     cost is weighed at. constraints: e.g. {"gqa": 6, "mlp_multiple": 64}. run_tp: ranks it will run on, where that
     is not `tp`. rank_memory: GiB of each rank, where they are unequal; each gets its share.
     """
-    subject = study(Checkpoint.open(model))
+    subject = study(model if isinstance(model, Checkpoint) else Checkpoint.open(model))
     request = Request(
         tp=tp,
         executor=executor,
@@ -117,14 +134,15 @@ def plan_with_drafter(target: Subject, drafter: Subject, request: Request) -> tu
     """
     alone = plan_subject(target, request)
     own = msgspec.structs.replace(request, constraints=Constraints(block=request.constraints.block))
-    kv, model = target.model.kv, target.model
-    if kv is None or drafter.model.kv is None or not alone.plan.executor_facts().equal_ranks:
+    model = target.model
+    leader, its = _cached(model), _cached(drafter.model)
+    if leader is None or its is None or not alone.plan.executor_facts().equal_ranks:
         return alone, plan_subject(drafter, own)
-    heads = next(g for g in alone.solution.choices if kv.axis in {la.axis for la in g[0].candidate.layouts})
+    heads = next(g for g in alone.solution.choices if leader in {la.axis for la in g[0].candidate.layouts})
     tried = []
     for choice in sorted(heads, key=lambda c: not c.chosen):
         layouts = {la.axis: la for la in choice.candidate.layouts}
-        needed = kv_bytes_per_layer(model, {kv.axis: max(layouts[kv.axis].counts())}, target.kv_itemsize)
+        needed = kv_bytes_per_layer(model, {leader: max(layouts[leader].counts())}, target.kv_itemsize)
         tried.append(needed)
         agreeing = Constraints(kv_bytes=needed, block=own.constraints.block)
         try:
@@ -136,12 +154,19 @@ def plan_with_drafter(target: Subject, drafter: Subject, request: Request) -> tu
         exact = {**request.constraints.exact, **{a: la.total() for a, la in layouts.items()}}
         wanted = msgspec.structs.replace(request.constraints, exact=exact)
         return plan_subject(target, msgspec.structs.replace(request, constraints=wanted)), matched
-    slot = kv_bytes_per_layer(drafter.model, {drafter.model.kv.axis: 1}, drafter.kv_itemsize)
+    slot = kv_bytes_per_layer(drafter.model, {its: 1}, drafter.kv_itemsize)
     raise OddrankError(
         f"{target.name} and its drafter {drafter.name} have no layouts at {request.tp} ranks with the same KV bytes "
         f"per token, layer and rank, which one cache for both needs: the target can have "
         f"{', '.join(map(str, tried))}, and a KV slot of the drafter is {slot}."
     )
+
+
+def _cached(model: Model) -> str | None:
+    """The axis of the heads that the model's KV cache holds; None where it has several caches, or one all ranks share,
+    whose bytes no layout of a drafter's heads can match."""
+    axes = {cache.axis for cache in model.kv}
+    return next(iter(axes)) if len(axes) == 1 else None
 
 
 def adopt_plan(file: str | os.PathLike[str], checkpoint: Checkpoint, tp: int | None = None) -> Plan:

@@ -43,6 +43,8 @@ def numbers(raw: Raw) -> F64:
             found = words.view(np.float32)
         case "F8_E4M3":
             found = E4M3[words]
+        case "I8":
+            found = words.view(np.int8)
         case _:
             raise AssertionError(raw.dtype)
     return found.astype(np.float64)

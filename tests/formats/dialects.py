@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
-from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
+from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor, IntQuantizationCompressor
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
@@ -21,7 +22,16 @@ F32 = npt.NDArray[np.float32]
 Quantize = Callable[[F32, float], dict[str, Raw]]
 """(matrix [N, K], largest magnitude of the whole tensor it belongs to) -> stored tensors."""
 
-DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16"}
+DTYPES = {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
 
 
 class Dialect(NamedTuple):
@@ -39,7 +49,7 @@ class Dialect(NamedTuple):
 
 
 def to_raw(tensor: torch.Tensor) -> Raw:
-    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     words = tensor.contiguous().view(carrier).numpy()
     return Raw(DTYPES[tensor.dtype], words.view(f"u{tensor.element_size()}").copy())
 
@@ -113,6 +123,21 @@ def ct_mxfp4(x: F32, bound: float) -> dict[str, Raw]:
     return {f".{n}": to_raw(state[n]) for n in ("weight_packed", "weight_scale")}
 
 
+def ct_mxfp8(x: F32, bound: float) -> dict[str, Raw]:
+    made = scheme("MXFP8")
+    scale, _ = calculate_qparams(*_extremes(x.reshape(len(x), -1, 32), 2), made.weights)
+    state = MXFP8QuantizationCompressor.compress({"weight": torch.from_numpy(x), "weight_scale": scale}, made)
+    return {f".{n}": to_raw(state[n]) for n in ("weight", "weight_scale")}
+
+
+def ct_int8(x: F32, bound: float) -> dict[str, Raw]:
+    """W8A8: per channel."""
+    made = scheme("W8A8")
+    scale, _ = calculate_qparams(*(t[:, None] for t in _extremes(x, 1)), made.weights)
+    state = IntQuantizationCompressor.compress({"weight": torch.from_numpy(x), "weight_scale": scale}, made)
+    return {f".{n}": to_raw(state[n]) for n in ("weight", "weight_scale")}
+
+
 # -- by hand ---------------------------------------------------------------------------------------------------------
 
 
@@ -134,6 +159,15 @@ def hf_block(dtype: torch.dtype) -> Quantize:
 def modelopt_fp8(x: F32, bound: float) -> dict[str, Raw]:
     scale = np.float32(bound / 448)
     return {".weight": e4m3(x / scale), ".weight_scale": f32(scale), ".input_scale": f32(0.02)}
+
+
+def int8_tensor(x: F32, bound: float) -> dict[str, Raw]:
+    """One scale for the tensor, a static one and its zero point for activations."""
+    scale = np.float32(bound / 127)
+    values = Raw("I8", np.rint(x / scale).astype(np.int8).view(np.uint8))
+    point = Raw("I8", np.array([3], dtype=np.uint8))
+    scales = {".weight_scale": f32(scale, (1,)), ".input_scale": f32(0.05, (1,))}
+    return {".weight": values, **scales, ".input_zero_point": point}
 
 
 def channel_1d(x: F32, bound: float) -> dict[str, Raw]:
@@ -191,6 +225,9 @@ DIALECTS: dict[str, Dialect] = {
     "NVFP4, compressed-tensors": Dialect("nvfp4-ct", (1, 16), (1, 16), ct_nvfp4, {}),
     "MXFP4, Quark": Dialect("mxfp4", (1, 32), (1, 32), quark_mxfp4, {}),
     "MXFP4, compressed-tensors": Dialect("mxfp4-ct", (1, 32), (1, 32), ct_mxfp4, {}),
+    "MXFP8, compressed-tensors": Dialect("mxfp8", (1, 32), (1, 32), ct_mxfp8, {}),
+    "int8 channel, compressed-tensors": Dialect("int8-channel", (1, 0), (1, 1), ct_int8, {}),
+    "int8 tensor, compressed-tensors": Dialect("int8-tensor", (0, 0), (1, 1), int8_tensor, {}),
 }
 
 

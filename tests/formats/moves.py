@@ -73,7 +73,7 @@ def model_of(roles: Sequence[Role], axes: Mapping[str, int]) -> Model:
         axes=tuple(Axis(a, n, "width" if n > 64 else "heads", summed=False) for a, n in axes.items()),
         pairs=(),
         roles=tuple(roles),
-        kv=None,
+        kv=(),
         config_axes=(),
     )
 
@@ -112,7 +112,8 @@ def moved(
     result = {}
     for name, recipe in recipes(plan, slots_of(model, move.slots)).items():
         assert recipe.dtype == tensors[name].dtype
-        made = materialize(recipe, tensors[name].words)
+        beside = recipe.beside(name)
+        made = materialize(recipe, tensors[name].words, None if beside is None else tensors[beside].words)
         assert made.shape == recipe.shape and made.dtype == tensors[name].words.dtype
         result[name.removeprefix(base)] = Raw(recipe.dtype, made)
     assert result.keys() == parts.keys()

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import pytest
 import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
-from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
+from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor, IntQuantizationCompressor
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from formats.codec import Parts, Raw, codes, spread
 from formats.dialects import DIALECTS, DTYPES, Dialect, matrix, sample, scheme, stored
@@ -80,7 +81,7 @@ def is_values(suffix: str) -> bool:
 
 def is_constant(dialect: Dialect, suffix: str) -> bool:
     """One value for the whole tensor: it stays as it is, whatever is cut or added."""
-    whole = (".input_scale", ".input_global_scale", ".weight_scale_2", ".weight_global_scale")
+    whole = (".input_scale", ".input_zero_point", ".input_global_scale", ".weight_scale_2", ".weight_global_scale")
     return suffix in whole or (dialect.block == (0, 0) and not is_values(suffix))
 
 
@@ -160,6 +161,8 @@ def test_padding_and_then_quantizing_gives_the_same_words(name: str, what: str) 
         ("fp8 tensor, compressed-tensors", "FP8", FloatQuantizationCompressor),
         ("NVFP4, compressed-tensors", "NVFP4", NVFP4PackedCompressor),
         ("MXFP4, compressed-tensors", "MXFP4", MXFP4PackedCompressor),
+        ("MXFP8, compressed-tensors", "MXFP8", MXFP8QuantizationCompressor),
+        ("int8 channel, compressed-tensors", "W8A8", IntQuantizationCompressor),
     ],
 )
 def test_compressed_tensors_reads_the_result(name: str, preset: str, compressor: type) -> None:

@@ -31,7 +31,9 @@ def with_partners(plan: Plan, pair: Pair, maps: list[list[int]]) -> Plan:
 
 
 def _widths(plan: Plan) -> list[str]:
-    return [a.name for a in plan.model.axes if a.kind == "width"]
+    """Axes by themselves: widths, and heads without a partner."""
+    paired = {name for p in plan.model.pairs for name in (p.follower, p.leader)}
+    return [a.name for a in plan.model.axes if a.kind in ("width", "heads") and a.name not in paired]
 
 
 def _put(plan: Plan, axis: str, ranks: Slots, at: tuple[int, int], value: int) -> Plan:
@@ -254,7 +256,8 @@ def random_edit(plan: Plan, rng: Rng, prompt: list[int]) -> Plan:
     """One random change to any slot, map entry or owner. Vocabulary rows are only doubled for tokens of the prompt,
     whose logits would tell."""
     heads = [a for p in plan.model.pairs for a in (p.follower, p.leader)]
-    kind = str(rng.choice([*heads, *heads, "map", "map", "vocab", "owner", *_widths(plan)]))
+    maps = ["map", "map"] if plan.model.pairs else []
+    kind = str(rng.choice([*heads, *heads, *maps, "vocab", "owner", *_widths(plan)]))
     if kind == "owner":
         if not plan.owners:
             return plan
@@ -264,11 +267,11 @@ def random_edit(plan: Plan, rng: Rng, prompt: list[int]) -> Plan:
         return msgspec.structs.replace(plan, owners=tuple(owners))
     if kind == "map":
         pair = plan.model.pairs[int(rng.integers(len(plan.model.pairs)))]
-        maps, lead = partners(plan, pair), slots(plan, pair.leader)
-        at = _pick(rng, _places(maps, lambda rank, i, x: True))
+        reads, lead = partners(plan, pair), slots(plan, pair.leader)
+        at = _pick(rng, _places(reads, lambda rank, i, x: True))
         assert at is not None
-        maps[at[0]][at[1]] = int(rng.integers(len(lead[at[0]])))
-        return with_partners(plan, pair, maps)
+        reads[at[0]][at[1]] = int(rng.integers(len(lead[at[0]])))
+        return with_partners(plan, pair, reads)
     ranks, count = slots(plan, kind), plan.model.axis(kind).count
     at = _pick(rng, _places(ranks, lambda rank, i, x: True))
     assert at is not None

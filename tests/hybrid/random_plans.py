@@ -42,7 +42,9 @@ def _make(s: Subject, executor: str, layouts: dict[str, Layout], pairings: list[
 
 
 def _widths(s: Subject) -> list[str]:
-    return [a.name for a in s.model.axes if a.kind == "width"]
+    """Axes by themselves: widths, and heads without a partner."""
+    paired = {name for p in s.model.pairs for name in (p.follower, p.leader)}
+    return [a.name for a in s.model.axes if a.kind in ("width", "heads") and a.name not in paired]
 
 
 def _split(rng: Rng, items: list[int], parts: int) -> Ranks:
@@ -56,10 +58,18 @@ def equal_plan(s: Subject, rng: Rng, tp: int | None = None) -> Plan:
     tp = int(rng.integers(1, 7)) if tp is None else tp
     layouts: dict[str, Layout] = {}
     pairings = []
-    for pair in s.model.pairs:
-        follow, lead = _equal_pair(s, pair, rng, tp)
-        layouts |= {pair.follower: follow, pair.leader: lead}
-        pairings.append(even_pairing(follow, lead))
+    while not pairings:
+        for pair in s.model.pairs:
+            together = [axes for axes in s.model.counted_together() if pair.follower in axes]
+            totals = {layouts[a].total() for axes in together for a in axes if a in layouts}
+            made = _equal_pair(s, pair, rng, tp, next(iter(totals), None))
+            if made is None:
+                layouts, pairings = {}, []
+                break
+            layouts |= {pair.follower: made[0], pair.leader: made[1]}
+            pairings.append(even_pairing(*made))
+        if not s.model.pairs:
+            break
     for name in _widths(s):
         width = s.model.axis(name).count
         total = (-(-width // tp) + int(rng.integers(0, 3))) * tp
@@ -71,12 +81,17 @@ def equal_plan(s: Subject, rng: Rng, tp: int | None = None) -> Plan:
     return _make(s, "vllm", layouts, pairings, rng, tp)
 
 
-def _equal_pair(s: Subject, pair: Pair, rng: Rng, tp: int) -> tuple[Layout, Layout]:
+def _equal_pair(
+    s: Subject, pair: Pair, rng: Rng, tp: int, total: int | None = None
+) -> tuple[Layout, Layout] | None:
     """Each leader's followers cut into chunks of at most g, each chunk beside its own copy; more copies without
-    followers and dummy leaders mixed in; all slots shuffled."""
+    followers and dummy leaders mixed in; all slots shuffled. total: of follower slots; None where it cannot be."""
     leaders, r = s.model.axis(pair.leader).count, s.model.ratio(pair)
-    for _ in range(50):
-        g = int(rng.integers(1, r + 2))
+    fitting = list(range(1, r + 2))
+    if total is not None:
+        fitting = [g for g in fitting if total % (g * tp) == 0 and total // g >= leaders * -(-r // g)]
+    for _ in range(50 if fitting else 0):
+        g = int(rng.choice(fitting))
         slots: list[tuple[int, list[int]]] = []
         for head in range(leaders):
             left = shuffled(rng, list(range(head * r, (head + 1) * r)))
@@ -84,14 +99,19 @@ def _equal_pair(s: Subject, pair: Pair, rng: Rng, tp: int) -> tuple[Layout, Layo
                 take = int(rng.integers(1, min(g, len(left)) + 1)) if rng.random() < 0.5 else g
                 slots.append((head, left[:take]))
                 left = left[take:]
-        slots += [(int(rng.integers(-1, leaders)), []) for _ in range(rng.integers(0, 3))]
-        while len(slots) % tp:
+        if total is not None and len(slots) > total // g:
+            continue
+        slots += [(int(rng.integers(-1, leaders)), []) for _ in range(rng.integers(0, 3) if total is None else 0)]
+        while len(slots) % tp or (total is not None and len(slots) < total // g):
             slots.append((int(rng.integers(-1, leaders)), []))
         slots = shuffled(rng, slots)
         per = len(slots) // tp
         ranks = [slots[i * per : (i + 1) * per] for i in range(tp)]
         if all(any(held for _, held in rank) for rank in ranks):
             break  # real units on every rank; else most layouts would only repeat a smaller size
+    else:
+        if total is not None:
+            return None
     full = [[(head, shuffled(rng, held + [-1] * (g - len(held)))) for head, held in rank] for rank in ranks]
     follow = Layout.of(pair.follower, [[x for _, held in rank for x in held] for rank in full])
     return follow, Layout.of(pair.leader, [[head for head, _ in rank] for rank in full])

@@ -233,7 +233,7 @@ def toy_model(
         axes=tuple(axes),
         pairs=(Pair(f, le),),
         roles=tuple(roles),
-        kv=KVCache(le, layers, 2 * head_dim) if le == "kv_heads" else None,
+        kv=(KVCache(le, layers, 2 * head_dim),) if le == "kv_heads" else (),
         config_axes=(),
         crosstalk=crosstalk,
     )

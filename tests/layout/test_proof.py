@@ -566,16 +566,23 @@ def test_the_user_s_constraints(variant: str, executor: str, constraints: Constr
     refused(s, changed(p, constraints=constraints), "executor", words)
 
 
-def test_interleaved_tensors_need_equal_ranks() -> None:
+def test_interleaved_tensors_of_ragged_ranks() -> None:
+    """Per KV head [its own 2 rows, 2 for each of its 2 query heads]: interleaved where ranks are equal; section by
+    section where three ranks have 2, 1 and 1 query heads."""
     model = toy_model(followers=4, leaders=2)
-    packed = Role(
-        "qv.weight", (Groups("kv_heads", (Along("kv_heads", 8), Along("q_heads", 8))), Whole(32)), "column", matrix=True
-    )
+    dim = Groups("kv_heads", (Along("kv_heads", 2), Along("q_heads", 2)))
+    packed = Role("qv.weight", (dim, Whole(32)), "column", matrix=True)
     model = msgspec.structs.replace(model, roles=(*model.roles, packed))
     s = subject_of(model, toy_table(model))
-    assert all(c.ok for c in plan(s, 2, "vllm").checks)
-    with pytest.raises(OddrankError, match=r"executor: qv.weight is interleaved per kv_heads"):
-        plan(s, 2, "runtime")
+    stock = model.stock()
+    equal = plan(s, 2, "vllm").plan
+    assert dim.index(stock, equal.slots(1)).tolist() == [6, 7, 8, 9, 10, 11]
+    p = plan(s, 3, "runtime").plan
+    assert p.layout("q_heads").counts() == (2, 1, 1) and p.layout("kv_heads").counts() == (1, 1, 1)
+    rows = [dim.index(stock, p.slots(rank)).tolist() for rank in range(3)]
+    assert rows == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9], [6, 7, 10, 11]]
+    both = plan(s, 1, "runtime").plan
+    assert dim.index(stock, both.slots(0)).tolist() == [0, 1, 6, 7, 2, 3, 4, 5, 8, 9, 10, 11]
 
 
 # -- 7 no crosstalk ------------------------------------------------------------------------------------------------

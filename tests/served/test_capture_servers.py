@@ -67,6 +67,46 @@ def test_a_server_without_chat_is_asked_for_completions() -> None:
     assert second.logprob is None and second.top == []
 
 
+def test_parts_of_characters_are_told_by_their_bytes() -> None:
+    def answers(path: str, body: dict[str, Any]) -> Reply:
+        reply = chat_reply(body)
+        content = reply["choices"][0]["logprobs"]["content"]
+        content[0] |= {"token": "\ufffd", "bytes": [0xE6]}
+        content[0]["top_logprobs"] = [{"token": "\ufffd", "bytes": [0xE6], "logprob": -0.1},
+                                      {"token": "\ufffd", "bytes": [0xE5], "logprob": -2.0}]  # fmt: skip
+        content[1] |= {"token": "\ufffd", "bytes": list("\ufffd".encode())}  # all that vLLM knows
+        return 200, reply
+
+    (answer,) = taken(answers)[0].answers
+    assert answer.tokens[0].text == "\\xe6" and [c.text for c in answer.tokens[0].top] == ["\\xe6", "\\xe5"]
+    assert answer.tokens[1].text == "\ufffd"
+
+
+def test_a_character_of_several_tokens_has_the_id_of_none() -> None:
+    def answers(path: str, body: dict[str, Any]) -> Reply:
+        reply = chat_reply(body)
+        content = reply["choices"][0]["logprobs"]["content"]
+        for number, entry in enumerate(content):
+            entry |= {"id": number}
+            entry["top_logprobs"] = [{"id": number, "token": entry["token"], "logprob": -0.1}]
+        # as llama.cpp's server tells an emoji of four tokens: the last one's id and candidates
+        content[1] |= {"id": 230, "token": "👌", "bytes": list("👌".encode())}
+        content[1]["top_logprobs"] = [{"id": 230, "token": "\ufffd", "bytes": [0x8C], "logprob": -1.7}]
+        return 200, reply
+
+    (answer,) = taken(answers)[0].answers
+    assert [(t.text, t.id, len(t.top)) for t in answer.tokens] == [("Can", 0, 1), ("👌", None, 0), (".", 2, 1)]
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity"])
+def test_a_logprob_that_is_no_number_is_no_answer(number: str) -> None:
+    def answers(path: str, body: dict[str, Any]) -> Reply:
+        return 200, json.dumps(chat_reply(body)).replace("-3.0", number)
+
+    with pytest.raises(OddrankError, match=r"a logprob of (nan|-inf)"):
+        taken(answers)
+
+
 def test_ids_without_logprobs() -> None:
     def answers(path: str, body: dict[str, Any]) -> Reply:
         return 200, chat_reply({}, token_ids=[5, 6, 7])

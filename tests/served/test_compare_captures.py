@@ -50,7 +50,8 @@ def test_a_near_tie_on_both_sides() -> None:
     assert found.status == "near tie"
     d = found.divergence
     assert d is not None and (d.unit, d.at, d.a, d.b, d.context) == ("token", 1, "B", "C", "A")
-    assert d.margin_a == pytest.approx(0.05) and d.margin_b == pytest.approx(0.03) and not d.at_least
+    assert d.margin_a == pytest.approx(0.05) and d.margin_b == pytest.approx(0.03)
+    assert not d.at_least_a and not d.at_least_b
 
 
 def test_one_side_that_was_sure_is_no_near_tie() -> None:
@@ -63,7 +64,8 @@ def test_one_side_that_was_sure_is_no_near_tie() -> None:
 def test_a_candidate_beyond_those_told_bounds_the_margin() -> None:
     found = pair(answer(token("B", -0.2, ("D", -2.2))), answer(token("C", -0.2, ("B", -0.3))))
     d = found.divergence
-    assert d is not None and d.at_least and d.margin_a == pytest.approx(2.0) and d.margin_b == pytest.approx(0.1)
+    assert d is not None and d.at_least_a and not d.at_least_b
+    assert d.margin_a == pytest.approx(2.0) and d.margin_b == pytest.approx(0.1)
     assert found.status == "diverged"
 
 
@@ -82,6 +84,46 @@ def test_the_same_text_out_of_another_distribution() -> None:
     found = pair(x, y)
     assert found.status == "diverged" and found.divergence is None
     assert found.kl == pytest.approx(0.9 * math.log(0.9 / 0.6) + 0.1 * math.log(0.1 / 0.4))
+
+
+def slightly_apart(count: int, name: str = "p") -> tuple[Answer, Answer]:
+    """Two answers of `count` tokens, each 0.00806 nats apart."""
+    p, q = (token("A", math.log(x), ("B", math.log(1 - x))) for x in (0.8, 0.75))
+    x, y = (Answer(Prompt(name, "?"), text="A" * count, tokens=[t] * count) for t in (p, q))
+    return x, y
+
+
+def test_the_mean_kl_of_a_prompt_may_be_larger_the_fewer_its_tokens() -> None:
+    nats = 0.8 * math.log(0.8 / 0.75) + 0.2 * math.log(0.2 / 0.25)
+    assert nats == pytest.approx(0.0070, abs=1e-4)
+    few, many = pair(*slightly_apart(4)), pair(*slightly_apart(100))
+    assert few.kl == pytest.approx(nats) and few.status == "identical" and few.why == ""  # 0.005 x (1 + 8/4)
+    assert many.kl == pytest.approx(nats) and many.status == "diverged"  # 0.005 x (1 + 8/100)
+    assert "KL 0.007 nats a token over 100, most (0.007) at token 0, 'A'" in many.why
+
+
+def test_distributions_that_differ_a_little_at_every_prompt() -> None:
+    both = [slightly_apart(4, str(n)) for n in range(9)]
+    found = compare(taken(*(x for x, _ in both)), taken(*(y for _, y in both)))
+    assert found.identical == 9 and found.diverged == 0
+    assert not found.ok and found.kl_tokens == 36 and "0.007 nats a token over 36 tokens, and 0.005" in found.why
+    assert compare(taken(both[0][0]), taken(both[0][1]), Tolerance(kl=0.008)).ok
+
+
+def test_a_token_much_further_apart_than_the_others() -> None:
+    far_x, far_y = token("A", math.log(0.9), ("B", math.log(0.1))), token("A", math.log(0.5), ("B", math.log(0.5)))
+    found = pair(answer(*[A] * 30, far_x, *[A] * 30), answer(*[A] * 30, far_y, *[A] * 30))
+    assert found.kl_most_at == 30 and found.kl_most == pytest.approx(0.9 * math.log(1.8) + 0.1 * math.log(0.2))
+
+
+def test_candidates_of_one_text_are_not_told_apart() -> None:
+    for text in ("\ufffd", "x"):
+        same = [Candidate("a", math.log(0.6)), Candidate(text, math.log(0.2)), Candidate(text, math.log(0.1))]
+        assert kl_of(same, same) == 0.0
+        other = [Candidate("a", math.log(0.6)), Candidate(text, math.log(0.25))]
+        assert kl_of(same, other) == pytest.approx(0.0, abs=1e-12)  # of the rest only its sum is known, 0.4 twice
+    one, another = ([Candidate("a", math.log(0.6)), Candidate("\ufffd", math.log(p))] for p in (0.3, 0.1))
+    assert kl_of(one, another) == pytest.approx(0.0, abs=1e-12)  # perhaps not the same part of a character
 
 
 def test_unknown_margins_are_no_near_tie() -> None:
@@ -109,6 +151,29 @@ def test_an_end_token_that_one_side_does_not_tell() -> None:
     x, y = answer(A, A), answer(A, A, token("", -0.1))
     assert pair(x, y).status == "identical"
     assert pair(answer(A, A), answer(A, A, A)).status == "diverged"
+    numbered = token("A", -0.1, ("B", -3.0), number=7)
+    end = token("", -0.1, number=2)
+    assert pair(answer(numbered), answer(numbered, end)).status == "identical"
+    assert pair(answer(numbered), answer(numbered, numbered)).status == "diverged"
+
+
+def test_a_server_that_tells_characters_beside_one_that_tells_their_bytes() -> None:
+    hi, end = token("Hi", -0.1, number=5), token("!", -0.1, number=6)
+    bytes_of_it = [Token(t, n, -0.1) for n, t in enumerate((r" \xf0\x9f", r"\x91", r"\x8c"))]
+    parts = answer(hi, *bytes_of_it, end, text="Hi 👌!")
+    whole = answer(hi, Token(" 👌"), end)
+    found = pair(parts, whole)
+    assert found.status == "identical" and found.kl_tokens == 2
+    cut = answer(*parts.tokens, bytes_of_it[0], text="Hi 👌!\ufffd", finish="length")
+    assert pair(cut, answer(*whole.tokens, text="Hi 👌!", finish="length")).status == "identical"
+    other = answer(hi, Token(" 🙂"), end)
+    divergence = pair(parts, other).divergence
+    assert divergence is not None and (divergence.at, divergence.a, divergence.b) == (1, " 👌", " 🙂")
+
+
+def test_white_space_that_one_server_cuts() -> None:
+    assert pair(answer(A, A, text="AA\n"), answer(A, A, text=" AA")).status == "identical"
+    assert pair(answer(A, A, text="A A"), answer(A, A, text="AA")).status == "diverged"
 
 
 def test_reasoning_that_differs_without_tokens_told_for_it() -> None:

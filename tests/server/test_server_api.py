@@ -194,6 +194,17 @@ def test_token_ids() -> None:
     assert choice["prompt_token_ids"] == TOKENS("ab").input_ids
 
 
+def test_token_ids_of_a_stream_are_those_of_the_whole() -> None:
+    for more in ({}, {"echo": True}, {"echo": True, "logprobs": 1}):
+        body = {"prompt": "ab", "return_token_ids": True, "max_tokens": 9, "n": 2, **more}
+        whole = post(FakeRanks(says("xy")), "/v1/completions", body).json()["choices"]
+        streamed = events(post(FakeRanks(says("xy")), "/v1/completions", body | {"stream": True}))
+        for choice in whole:
+            parts = [e["choices"][0] for e in streamed[:-1] if e["choices"][0]["index"] == choice["index"]]
+            assert [t for p in parts for t in p["token_ids"]] == choice["token_ids"]
+            assert [p["prompt_token_ids"] for p in parts if "prompt_token_ids" in p] == [choice["prompt_token_ids"]]
+
+
 BAD = [
     (b"{", 400, "not valid JSON"),
     (b'{"prompt": "\xff"}', 400, "not valid JSON"),
@@ -335,6 +346,7 @@ def test_a_client_that_leaves_is_cancelled() -> None:
                 await asyncio.wait_for(task, 5)
                 assert state.backend.pending == 0
             assert sorted(ranks.cancelled) == [s.id for s in ranks.submitted] and len(ranks.cancelled) == 4
+            assert b'oddrank_requests_total{outcome="cancelled"} 2.0' in state.metrics.text()
 
     run(work())
 

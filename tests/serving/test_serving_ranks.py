@@ -169,6 +169,33 @@ def test_cancelled_requests_leave_nothing_behind() -> None:
     check(script, kept, lambda tokens: reference(model, tokens), (), 1e-9)
 
 
+def test_what_is_told_when_the_last_request_is_cancelled() -> None:
+    """Nothing runs then that would tell it later."""
+    model: Tiny = tiny("llama")
+    messages = [Submit(1, [3, 4, 5, 6, 7], Sampling(max_tokens=30, ignore_eos=True)), Cancel(1)]
+    options = ServingOptions(running=3, chunk=8, page=4, length=40)
+    script, _ = on_ranks(model, ragged(model, 1), lambda m: serve(m, messages, options, (), 1))[0]
+    first, last = script.updates[0].stats, script.updates[-1].stats
+    assert (first.running, first.slots_held, first.pages_held, first.tokens) == (1, 1, 2, 5)
+    assert (last.running, last.slots_held, last.pages_held, last.tokens, last.waiting) == (0, 0, 0, 0, 0)
+    assert last.pages_remembered == 1
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(0, 1), (12, 1), (12, 8)])
+def test_a_prompts_logprobs_are_told_once(tokens: int, chunk: int) -> None:
+    """Though its request gives way, in the middle of its prompt or after, and starts again."""
+    model: Tiny = tiny("llama")
+    asked = [Submit(n, [3, 4, n], Sampling(max_tokens=26, ignore_eos=True)) for n in (1, 2)]
+    asked.append(Submit(3, [(7 * n) % 53 for n in range(18)], Sampling(max_tokens=tokens, ignore_eos=True), 2, 2))
+
+    def work(m: Llama) -> Any:
+        return serve(m, asked, tight(m, ServingOptions(running=3, chunk=chunk, page=4, length=40)), (), 3)
+
+    script, leader = on_ranks(model, ragged(model, 1), work)[0]
+    assert leader.scheduler.preempted > 0
+    check(script, asked, lambda t: reference(model, t), (), 1e-9)
+
+
 def test_a_request_that_cannot_be_does_not_disturb_others() -> None:
     model: Tiny = tiny("llama")
     good = Submit(1, [3, 4], Sampling(max_tokens=5))

@@ -27,7 +27,7 @@ def store(scheme: Scheme, x: np.ndarray) -> dict[str, torch.Tensor]:
     """The stored tensors by suffix, with the declared dtypes and shapes."""
     bound = float(np.abs(x).max())
     found = {}
-    encoded = zip(scheme.parts(*x.shape), scheme.encode(x, bound), scheme.constants(bound), strict=True)
+    encoded = zip(scheme.parts(*x.shape), scheme.encode(x, bound), scheme.constants(*x.shape, bound), strict=True)
     for part, rows, whole in encoded:
         assert (rows is None) != (whole is None)
         words = whole if rows is None else rows

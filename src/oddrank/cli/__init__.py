@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": "Serve a model behind an OpenAI-compatible API",
     "capture": "Keep what a served model answers to a suite of prompts",
     "compare": "Compare what two servers answered: where they part, and whether it matters",
+    "known": "The families and formats that are known, from their registries",
     "synth": "Write a checkpoint with a published model's geometry and random values",
 }
 

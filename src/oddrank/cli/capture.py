@@ -67,12 +67,9 @@ def command(
     )  # fmt: skip
     write_capture(found, path)
     failed = [answer for answer in found.answers if answer.error]
-    told = found.answers[0]
-    kept = (
-        "token ids and logprobs"
-        if told.with_ids and told.tokens[0].top
-        else ("logprobs" if told.tokens and told.tokens[0].top else "token ids" if told.with_ids else "text alone")
-    )
+    told = (("token ids", any(a.with_ids for a in found.answers)),
+            ("logprobs", any(t.top for a in found.answers for t in a.tokens)))  # fmt: skip
+    kept = " and ".join(name for name, there in told if there) or "text alone"
     click.echo(f"{path}: {len(found.answers) - len(failed)} answers of {found.model}, {found.api}, with {kept}")
     if failed:
         raise CheckFailedError(

@@ -46,12 +46,11 @@ def command(
     rank's. Exit code 1 on anything unmatched, missing or contradictory.
     """
     from oddrank.checkpoint import Checkpoint
-    from oddrank.checkpoint.jsonfile import read_object
     from oddrank.formats.declared import declared
     from oddrank.layout.coverage import disagreements
     from oddrank.layout.executors import Constraints
     from oddrank.layout.solver import Request
-    from oddrank.planner import plan_subject, study
+    from oddrank.planner import plan_subject, quantization_of, study
     from oddrank.transform.recipe import recipes
 
     source = click.get_current_context().get_parameter_source("executor")
@@ -60,12 +59,8 @@ def command(
     checkpoint = Checkpoint.open(model)
     subject = study(checkpoint)
     census = subject.census
-    modelopt = None
-    if "hf_quant_config.json" in checkpoint.other_files():
-        modelopt = read_object(checkpoint.other_file("hf_quant_config.json"))
-    contrary = list(
-        disagreements(subject.model, census, declared(checkpoint.config.get("quantization_config"), modelopt))
-    )
+    modelopt = checkpoint.other_object("hf_quant_config.json")
+    contrary = list(disagreements(subject.model, census, declared(quantization_of(checkpoint), modelopt)))
     shapes: dict[str, tuple[int, ...]] = {}
     if not census.problems:
         wanted = Constraints.parse(constraint_pairs(constraints), subject.model)

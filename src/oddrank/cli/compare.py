@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 @click.option(
     "--max-kl",
     type=click.FloatRange(min=0),
-    default=0.05,
+    default=0.005,
     show_default=True,
     metavar="NATS",
-    help="How much KL divergence a token, over what both said, may be rounding.",
+    help="How much KL divergence a token may be rounding, as a mean over all that both said. The default is "
+    "for half precision; 1e-7 is enough where both sides compute in fp32, and finds far smaller faults.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--html", type=click.Path(dir_okay=False), help="Write a page with the answers side by side.")
@@ -52,8 +53,9 @@ def command(
 ) -> None:  # fmt: skip
     """Compare A and B: files of `oddrank capture`, or URLs of servers, which are asked now.
 
-    For each prompt: identical, a near tie, or diverged, with the first token that differs, what came before it, and by
-    how much either side preferred its own. Exit code 1 where they differ by more than a near tie.
+    For each prompt: identical, a near tie, or diverged, with the first token that differs, what came before it, by
+    how much either side preferred its own, and how far apart their distributions were so far. Exit code 1 where they
+    differ by more than rounding.
     """
     from oddrank.verify.served.compare import Tolerance, compare
 
@@ -62,7 +64,7 @@ def command(
     first, second = _sides((a, model_a), (b, model_b), suite_name, api, api_key, concurrency)
     found = compare(first, second, Tolerance(near_tie, max_kl))
     if html is not None:
-        from oddrank.verify.served.answers import write_whole
+        from oddrank.checkpoint.wholefile import write_whole
         from oddrank.verify.served.page import page
 
         write_whole(Path(html), page(first, second, found).encode())
@@ -111,16 +113,18 @@ def _show(found: Comparison) -> None:
 
     out = Console(highlight=False)
     out.print(Text(f"A: {found.a}\nB: {found.b}"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("prompt", "outcome", "parts at", "A", "B", "margins", "answer", "KL"):
-        table.add_column(column, overflow="fold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for column, width in (("prompt", 16), ("outcome", None), ("at", None), ("A", 12), ("B", 12)):
+        table.add_column(column, max_width=width, no_wrap=True)
+    for column in ("margins", "answer", "KL"):
+        table.add_column(column, no_wrap=True)
     colours = {"identical": "green", "near tie": "yellow"}
     for pair in found.pairs:
         d = pair.divergence
         table.add_row(
             Text(pair.name),
             Text(pair.status, colours.get(pair.status, "red")),
-            f"{d.unit} {d.at}" if d else "",
+            "" if d is None else str(d.at) if d.unit == "token" else f"char {d.at}",
             Text(repr(d.a) if d else ""),
             Text(repr(d.b) if d else ""),
             _margins(pair),
@@ -129,12 +133,13 @@ def _show(found: Comparison) -> None:
         )
     out.print(table)
     for pair in found.pairs:
-        if pair.divergence is not None and pair.status != "identical":
-            d = pair.divergence
-            out.print(Text(f"{pair.name}: ...{d.context}", "dim"), Text(f"A {d.a!r} | B {d.b!r}"))
+        d = pair.divergence
+        if d is not None:
+            context = d.context.replace("\n", "⏎")
+            out.print(Text(f"{pair.name}: ...{context}", "dim"), Text(f"A {d.a!r} | B {d.b!r}"))
         if pair.why:
             out.print(Text(f"{pair.name}: {pair.why}"))
-    kl = "" if found.kl is None else f"; KL(A || B) at least {found.kl:.2g} nats a token"
+    kl = "" if found.kl is None else f"; KL(A || B) at least {found.kl:.2g} nats a token over {found.kl_tokens}"
     counts = f"{found.identical} identical, {found.near_ties} near ties, {found.diverged} diverged"
     out.print(f"{counts}, {found.failed} failed{kl}")
 
@@ -145,16 +150,30 @@ def _margins(pair: Pair) -> str:
         return ""
     if d.margin_a is None and d.margin_b is None:
         return "not told"
-    told = " / ".join("?" if m is None else f"{m:.2f}" for m in (d.margin_a, d.margin_b))
-    return f">= {told}" if d.at_least else told
+    sides = ((d.margin_a, d.at_least_a), (d.margin_b, d.at_least_b))
+    return " / ".join("?" if m is None else f"{'>= ' if at_least else ''}{m:.2f}" for m, at_least in sides)
 
 
 def _why(found: Comparison) -> str:
-    worst = next(p for p in found.pairs if p.status in ("diverged", "failed"))
-    count = f"{found.diverged} of {len(found.pairs)} prompts diverged beyond a near tie"
-    if found.failed:
-        count += f" and {found.failed} were not answered"
-    if worst.divergence is None:
-        return f"{count}; {worst.name}: {worst.why}."
-    d = worst.divergence
-    return f"{count}; {worst.name} at {d.unit} {d.at}: {d.a!r} against {d.b!r}, margins {_margins(worst)} nats."
+    """Why two servings are not the same: the prompt that parts with the largest margin, and the distributions."""
+    parts = []
+    bad = [p for p in found.pairs if p.status in ("diverged", "failed")]
+    if bad:
+        worst = max(bad, key=_worst)
+        count = f"{found.diverged} of {len(found.pairs)} prompts diverged beyond a near tie"
+        if found.failed:
+            count += f" and {found.failed} were not answered"
+        d = worst.divergence
+        if d is None or d.near_tie:
+            parts.append(f"{count}; {worst.name}: {worst.why}")
+        else:
+            where = f"{worst.name} at {d.unit} {d.at}: {d.a!r} against {d.b!r}, margins {_margins(worst)} nats"
+            parts.append(f"{count}; {where}")
+    return ". ".join([*parts, *([found.why] if found.why else [])]) + "."
+
+
+def _worst(pair: Pair) -> tuple[bool, float, float]:
+    """Orders those that differ: first that there is no answer, then by margin, then by KL."""
+    d = pair.divergence
+    margins = [m for m in (d.margin_a, d.margin_b) if m is not None] if d is not None and not d.near_tie else []
+    return pair.status == "failed", max(margins, default=0.0), pair.kl or 0.0

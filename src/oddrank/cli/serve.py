@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import sys
 
 import click
 import msgspec
 
-from oddrank.cli.options import RANK_MEMORY, Memory, Sizes, expert_options, plan_for, planning
+from oddrank.cli.options import RANK_MEMORY, Memory, Sizes, constraint_pairs, expert_options, plan_for, planning
 from oddrank.errors import OddrankError
 from oddrank.runtime.expert_options import ExpertOptions
 
@@ -31,7 +30,7 @@ from oddrank.runtime.expert_options import ExpertOptions
     "names",
     multiple=True,
     metavar="NAME",
-    help="What requests call it; repeatable. By default the directory's name.",
+    help="What requests call it; repeatable. By default the model's own name.",
 )
 @click.option(
     "--max-model-len",
@@ -83,13 +82,13 @@ def command(
         raise OddrankError("--api-key is empty; leave it out to let everybody in.")
     where = model or _demo_model()
     if engine == "vllm":
-        _serve_with_vllm(
-            where, 1 if sizes is None else sizes[0], host, port, api_key, names, max_model_len, max_running_requests,
-            kv_memory, max_prefill_tokens, no_prefix_reuse, dtype,
-        )  # fmt: skip
+        _serve_with_vllm(click.get_current_context(), where, 1 if sizes is None else sizes[0])
         return
+    from oddrank.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(where)
     plan = plan_for(
-        where, 1 if sizes is None and plan_file is None else sizes[0] if sizes else None, executor=executor,
+        checkpoint, 1 if sizes is None and plan_file is None else sizes[0] if sizes else None, executor=executor,
         layout=layout, context=context, constraints=constraints, run_tp=run_tp, plan_file=plan_file,
         rank_memory=rank_memory,
     )  # fmt: skip
@@ -106,7 +105,7 @@ def command(
             f"oddrank serve needs {error.name}, which is not installed: pip install 'oddrank[serve]'."
         ) from None
     serve(
-        where,
+        checkpoint.fetched().path,
         plan,
         ServeOptions(host, port, names, api_key, log_json),
         ServingOptions(
@@ -134,24 +133,50 @@ def _demo_model() -> str:
     return str(DEFAULT_OUT)
 
 
-def _serve_with_vllm(
-    model: str, tp: int, host: str, port: int, key: str | None, names: tuple[str, ...], length: int | None,
-    running: int, kv_memory: list[float] | None, chunk: int, no_reuse: bool, dtype: str | None,
-) -> None:  # fmt: skip
-    """The same endpoint by vLLM, whose options are called otherwise."""
-    from oddrank.engines.vllm.launch import serve as launch
+def _serve_with_vllm(context: click.Context, model: str, tp: int) -> None:
+    """The same endpoint by vLLM. OddrankError naming an option that it has not."""
+    from oddrank.engines.vllm.endpoint import Endpoint, serve
 
-    kinds = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    if dtype == "fp64":
-        raise OddrankError("vLLM does not compute in fp64; --engine native does.")
-    arguments = [str(Path(model)), "--tensor-parallel-size", str(tp), "--host", host, "--port", str(port)]
-    arguments += ["--served-model-name", *(names or (Path(model).resolve().name,))]
-    arguments += ["--max-num-seqs", str(running), "--max-num-batched-tokens", str(max(chunk, running))]
-    arguments += ["--api-key", key] if key else []
-    arguments += ["--max-model-len", str(length)] if length else []
-    arguments += ["--dtype", kinds[dtype]] if dtype else []
-    arguments += ["--no-enable-prefix-caching"] if no_reuse else []
-    if kv_memory is not None:
-        arguments += ["--kv-cache-memory-bytes", str(int(kv_memory[0] * 2**30))]
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(kv_memory[0]))))
-    launch(arguments, {})
+    values = context.params
+
+    def given(name: str) -> bool:
+        return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+    for name, why in _NATIVE_ONLY.items():
+        if given(name):
+            option = next(p.opts[0] for p in context.command.params if p.name == name)
+            raise OddrankError(f"--engine vllm has no {option}: {why}. Leave it out, or serve with --engine native.")
+    if given("executor") and values["executor"] != "vllm":
+        raise OddrankError("--engine vllm runs plans for vLLM alone: leave --executor out, or say --executor vllm.")
+    kv_memory, run_tp = values["kv_memory"], values["run_tp"]
+    endpoint = Endpoint(
+        model,
+        run_tp[0] if run_tp else tp,
+        values["host"],
+        values["port"],
+        names=values["names"],
+        key=values["api_key"],
+        length=values["max_model_len"],
+        running=values["max_running_requests"] if given("max_running_requests") else None,
+        chunk=values["max_prefill_tokens"] if given("max_prefill_tokens") else None,
+        kv_bytes=None if kv_memory is None else int(kv_memory[0] * 2**30),
+        reuse=not values["no_prefix_reuse"],
+        dtype=values["dtype"],
+        threads=values["threads"],
+        layout=values["layout"],
+        constraints=constraint_pairs(values["constraints"]),
+        plan_tp=tp if run_tp else None,
+    )
+    sys.exit(serve(endpoint, lambda url: click.echo(f"serving {endpoint.model} at TP={endpoint.tp} on {url}")))
+
+
+_NATIVE_ONLY = {
+    "context": "its plugin makes the plan while it starts",
+    "plan_file": "its plugin makes the plan while it starts",
+    "rank_memory": "its ranks are equal",
+    "experts": "where experts are is its own affair",
+    "expert_cache": "where experts are is its own affair",
+    "expert_load": "where experts are is its own affair",
+    "log_json": "its log has a form of its own",
+}
+"""Options of `oddrank serve` that mean nothing to vLLM, and why."""

@@ -9,14 +9,9 @@ import msgspec
 @click.command("synth", short_help="Write a checkpoint with a published model's geometry and random values")
 @click.argument("family")
 @click.argument("out", type=click.Path())
-@click.option(
-    "--format",
-    "format_",
-    default="bf16",
-    show_default=True,
-    metavar="F",
-    help="bf16, fp8-block, nvfp4-mixed (ModelOpt), nvfp4-ct or nvfp4-ct-block (compressed-tensors), mxfp4.",
-)
+@click.option("--format", "format_", default="bf16", show_default=True, metavar="F",
+              help="bf16, fp8-block, nvfp4-mixed (ModelOpt), mxfp4, mxfp8, int8, int4-ct, awq, gptq, auto-round, ...: "
+                   "an unknown one is answered with those of the family.")
 @click.option("--size", metavar="NAME", help="A published size (27B, 35B-A3B, ...) or tiny; the largest by default.")
 @click.option("--layers", type=click.IntRange(min=1), help="Layers, at most.  [default: 4; all with --headers-only]")
 @click.option("--experts", type=click.IntRange(min=1), help="Experts a layer, at most.  [default: 8; all likewise]")
@@ -47,14 +42,14 @@ def command(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Write a checkpoint of FAMILY (qwen3_5, qwen3_5_moe, dflash, llama, mistral, qwen2, qwen3) to the directory OUT.
+    """Write a checkpoint of FAMILY (qwen3_5, llama, deepseek_v3, ...; a wrong name lists all) to the directory OUT.
 
     Every layer has the published sizes and tensor names; there are fewer layers, experts and tokens, unless options
     say otherwise. The values are random, seeded, and scaled so that the model runs.
     """
     from oddrank.checkpoint import Checkpoint
-    from oddrank.cli.tables import amount
     from oddrank.errors import OddrankError
+    from oddrank.report import amount
     from oddrank.synth import describe_release, write_checkpoint, write_headers
 
     if full_vocab and vocab is not None:

@@ -12,8 +12,7 @@ import msgspec
 
 from oddrank.checkpoint.config import ConfigView
 from oddrank.families.base import Family
-from oddrank.families.decoder import dense_decoder, layer_index, linear, norm
-from oddrank.families.gated_delta import in_group
+from oddrank.families.decoder import dense_decoder, in_group, layer_index, linear, norm
 from oddrank.geometry import Model, Role, Whole
 
 
@@ -56,7 +55,7 @@ def build(c: ConfigView, prefix: str) -> Model:
     hidden = c.require_int("hidden_size")
     draft = c.child("dflash_config")
     taken = len(draft.get_list("target_layer_ids")) if draft is not None else 0
-    mixer = linear(f"{prefix}fc", Whole(hidden), Whole(max(taken, 1) * hidden), "column", ())
+    mixer = linear(f"{prefix}fc", Whole(hidden), Whole(max(taken, 1) * hidden), "replicated", ())
     model = dense_decoder(
         c,
         prefix,
@@ -67,7 +66,7 @@ def build(c: ConfigView, prefix: str) -> Model:
         o_bias=bias,
         qk_norm=True,
         more=[
-            *(msgspec.structs.replace(r, combine="replicated") for r in mixer),
+            *mixer,
             norm(f"{prefix}hidden_norm", hidden),
             *(convolutions(c, draft, prefix, hidden) if draft is not None else ()),
             *(selector(c, draft, prefix, hidden) if draft is not None else ()),

@@ -1,4 +1,4 @@
-"""Pieces of the hybrid Qwen families: gated delta net layers, gated attention, mixture of experts, MTP, vision."""
+"""Pieces of the hybrid Qwen families: which layers are gated delta nets, their tensors, the vision tower."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 from oddrank.checkpoint.config import ConfigView
 from oddrank.errors import OddrankError
-from oddrank.families.decoder import Index, gated_mlp, linear, norm
+from oddrank.families.decoder import Index, Part, in_group, linear, norm
 from oddrank.geometry import Along, Axis, Concat, Pair, Role, State, Whole
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -49,114 +49,40 @@ class DeltaNet(msgspec.Struct, frozen=True):
             c.get_int("linear_conv_kernel_dim", 4),
         )
 
-    def axes(self) -> tuple[Axis, Axis]:
-        return Axis("gdn_v_heads", self.v_heads, "heads"), Axis("gdn_k_heads", self.k_heads, "heads", summed=False)
-
-    def pair(self) -> Pair:
-        return Pair("gdn_v_heads", "gdn_k_heads")
-
-    def states(self, layers: int) -> tuple[State, ...]:
-        """fp32 recurrent matrix per value head."""
-        return (State("gdn_v_heads", layers, self.k_width * self.v_width * 4),)
+    def part(self, at: str, hidden: int, index: Index) -> Part:
+        """Its axes, its fp32 recurrent matrix per value head, and its tensors."""
+        return Part(
+            roles=self.roles(at, hidden, index),
+            axes=(
+                Axis("gdn_v_heads", self.v_heads, "heads"),
+                Axis("gdn_k_heads", self.k_heads, "heads", summed=False),
+            ),
+            pairs=(Pair("gdn_v_heads", "gdn_k_heads"),),
+            states=(State("gdn_v_heads", len(index[0][1]), self.k_width * self.v_width * 4),),
+            config_axes=(("linear_num_key_heads", "gdn_k_heads"), ("linear_num_value_heads", "gdn_v_heads")),
+        )
 
     def roles(self, at: str, hidden: int, index: Index) -> list[Role]:
-        """`in_proj_qkv` is q|k|v, each section cut by itself; the convolution runs over the same channels."""
-        k, v = Along("gdn_k_heads", self.k_width), Along("gdn_v_heads", self.v_width)
-        qkv, head = Concat((k, k, v)), Along("gdn_v_heads")
-        h = Whole(hidden)
+        """The convolution runs over q|k|v, each section cut by itself."""
+        k, v, head = Along("gdn_k_heads", self.k_width), Along("gdn_v_heads", self.v_width), Along("gdn_v_heads")
         return [
-            *linear(f"{at}.in_proj_qkv", qkv, h, "column", index),
-            *linear(f"{at}.in_proj_z", v, h, "column", index),
-            *linear(f"{at}.in_proj_b", head, h, "column", index),
-            *linear(f"{at}.in_proj_a", head, h, "column", index),
-            Role(f"{at}.conv1d.weight", (qkv, Whole(1), Whole(self.kernel)), "column", index),
+            *self.projections(at, hidden, index),
+            Role(f"{at}.conv1d.weight", (Concat((k, k, v)), Whole(1), Whole(self.kernel)), "column", index),
             Role(f"{at}.A_log", (head,), "column", index),
             Role(f"{at}.dt_bias", (head,), "column", index),
             norm(f"{at}.norm", self.v_width, index),
-            *linear(f"{at}.out_proj", h, v, "row", index),
+            *linear(f"{at}.out_proj", Whole(hidden), v, "row", index),
         ]
 
-
-def gated_attention(at: str, hidden: int, head_dim: int, index: Index, bias: bool) -> list[Role]:
-    """Attention whose q_proj rows are per head `[query | output gate]`, with a norm on every query and key head."""
-    q, kv, h = Along("q_heads", 2 * head_dim), Along("kv_heads", head_dim), Whole(hidden)
-    return [
-        *linear(f"{at}.q_proj", q, h, "column", index, bias),
-        *linear(f"{at}.k_proj", kv, h, "column", index, bias),
-        *linear(f"{at}.v_proj", kv, h, "column", index, bias),
-        *linear(f"{at}.o_proj", h, Along("q_heads", head_dim), "row", index, bias),
-        norm(f"{at}.q_norm", head_dim, index),
-        norm(f"{at}.k_norm", head_dim, index),
-    ]
-
-
-class Experts(msgspec.Struct, frozen=True):
-    """Sizes of a mixture of experts with a shared expert."""
-
-    count: int
-    chosen: int
-    width: int
-    shared: int
-
-    @classmethod
-    def of(cls, c: ConfigView) -> Experts:
-        count = c.require_int("num_experts")
-        chosen = c.require_int("num_experts_per_tok", high=count)
-        return cls(
-            count,
-            chosen,
-            c.require_int("moe_intermediate_size"),
-            c.require_int("shared_expert_intermediate_size"),
-        )
-
-    def axes(self) -> tuple[Axis, ...]:
-        return (
-            Axis("experts", self.count, "experts", summed=False),
-            Axis("moe", self.width, "width"),
-            Axis("shared", self.shared, "width"),
-        )
-
-    def roles(self, at: str, hidden: int, index: Index, choice: str) -> list[Role]:
-        """Router and shared gate on every rank; experts cut inside, stacked in one tensor or stored one by one."""
-        h, width = Whole(hidden), Along("moe")
-        work = self.chosen / self.count
-        stacked = (choice, "stacked")
-        separate = (choice, "separate")
-        each: Index = (*index, ("expert", tuple(range(self.count))))
-        experts = f"{at}.experts"
-        one = [
-            msgspec.structs.replace(r, either=separate, work=work)
-            for r in gated_mlp(f"{experts}.{{expert}}", hidden, "moe", each)
-        ]
+    def projections(self, at: str, hidden: int, index: Index) -> list[Role]:
+        k, v, head = Along("gdn_k_heads", self.k_width), Along("gdn_v_heads", self.v_width), Along("gdn_v_heads")
+        h = Whole(hidden)
         return [
-            Role(f"{at}.gate.weight", (Along("experts"), h), "replicated", index, matrix=True, work=1.0),
-            Role(f"{at}.shared_expert_gate.weight", (Whole(1), h), "replicated", index, matrix=True, work=1.0),
-            *gated_mlp(f"{at}.shared_expert", hidden, "shared", index),
-            *one,
-            Role(
-                f"{experts}.gate_up_proj",
-                (Along("experts"), Concat((width, width)), h),
-                "column",
-                index,
-                matrix=True,
-                work=work,
-                either=stacked,
-            ),
-            Role(
-                f"{experts}.down_proj",
-                (Along("experts"), h, width),
-                "row",
-                index,
-                matrix=True,
-                work=work,
-                either=stacked,
-            ),
+            *linear(f"{at}.in_proj_qkv", Concat((k, k, v)), h, "column", index),
+            *linear(f"{at}.in_proj_z", v, h, "column", index),
+            *linear(f"{at}.in_proj_b", head, h, "column", index),
+            *linear(f"{at}.in_proj_a", head, h, "column", index),
         ]
-
-
-def in_group(roles: list[Role], group: str) -> list[Role]:
-    """Roles of a part that a checkpoint has completely or not at all."""
-    return [msgspec.structs.replace(r, group=group) for r in roles]
 
 
 def vision_tower(c: ConfigView, prefix: str) -> list[Role]:

@@ -62,3 +62,17 @@ def as_seed_oss(config: Config, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool)
         "attention_dropout": 0.0,
         "residual_dropout": 0.0,
     }
+
+
+def require_dividing_heads(config: Config) -> None:
+    """Raises OddrankError where the number of heads does not divide hidden_size and nothing but a class that demands it
+    reads this model."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if hidden % heads:
+        works = [str(n) for n in range(heads + 1, hidden + 1) if hidden % n == 0][:4]
+        raise OddrankError(
+            f"the padded config of this {config.get('model_type')} model has {heads} heads, and its own class refuses "
+            f"a number that does not divide hidden_size {hidden}, even with head_dim written out, so nothing would "
+            f"load it from disk. The next that divide are {', '.join(works)}: ask for one that the ranks divide, as "
+            f"in --constraint q_heads={works[0]}. `oddrank vllm serve` streams any layout into vLLM without that check."
+        )

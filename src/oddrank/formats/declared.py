@@ -3,7 +3,8 @@
 oddrank goes by what the tensors are; this is only held against them, because the lists in configs carry wrapper
 prefixes and wildcards and are sometimes wrong, and whoever reads the config (an engine) will do what it says.
 Sources: transformers 5.24 (quantizers' matching of `modules_to_not_convert`), compressed-tensors 0.20 (`targets`,
-`ignore`), NVIDIA ModelOpt (`quantized_layers`, `exclude_modules`), AMD Quark (`layer_quant_config`, `exclude`).
+`ignore`), NVIDIA ModelOpt (`quantized_layers`, `exclude_modules`), AMD Quark (`layer_quant_config`, `exclude`),
+GPTQModel (`dynamic`), auto-round 0.16 (`extra_config`, `block_name_to_quantize`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 Declared = Callable[[str], str | None]
-"""Module name -> "dense", "fp8", "nvfp4", "mxfp4", "int4", "int8", or None where the config says nothing of it."""
+"""Module name -> "dense", "fp8", "nvfp4", "mxfp4", "mxfp8", "int4", "int8", or None where the config says nothing of
+it."""
 
 WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 
@@ -46,6 +48,13 @@ def declared(quantization: dict[str, Any] | None, modelopt: dict[str, Any] | Non
         return _quark(config)
     if method == "mxfp4":
         return _rules([], _list(config.get("modules_to_not_convert")), None, loose=True)
+    if method == "gptq":
+        return _gptq(config)
+    if method == "awq":
+        bits = config.get("bits", config.get("w_bit", 4))
+        return _rules([], _list(config.get("modules_to_not_convert")), _integer(bits), loose=True)
+    if method.endswith("auto-round"):
+        return _auto_round(config)
     if not method:
         return _rules([], [], "dense", loose=False)
     return lambda name: None
@@ -94,6 +103,52 @@ def _quark(config: dict[str, Any]) -> Declared:
 
     listed = [(name, kind(part)) for name, part in _dict(config.get("layer_quant_config")).items()]
     return _rules(listed, _list(config.get("exclude")), kind(config.get("global_quant_config")), loose=False)
+
+
+def _integer(bits: object) -> str | None:
+    """The kind of that many bits; 16 and more are left as they were."""
+    if not isinstance(bits, int):
+        return None
+    return "dense" if bits >= 16 else f"int{bits}" if bits in (4, 8) else None
+
+
+def _gptq(config: dict[str, Any]) -> Declared:
+    """`dynamic` has patterns of module names: "-:" leaves one as it was, "+:" or nothing changes its parameters."""
+    said = _integer(config.get("bits"))
+    listed: list[tuple[str, str | None]] = []
+    for pattern, change in _dict(config.get("dynamic")).items():
+        bits = _dict(change).get("bits")
+        kind = "dense" if pattern.startswith("-:") else said if bits is None else _integer(bits)
+        listed.append(("re:" + pattern.removeprefix("+:").removeprefix("-:"), kind))
+    if not config.get("lm_head"):
+        listed.append(("lm_head", "dense"))
+    inside = config.get("modules_in_block_to_quantize")
+    parts = inside if isinstance(inside, list) else []
+    names = _list([name for part in parts for name in (part if isinstance(part, list) else [part])])
+    if not names:
+        return _rules(listed, [], said, loose=False)
+    listed += [(f"re:.*{re.escape(name)}$", said) for name in names]
+    return _rules(listed, [], "dense", loose=False)
+
+
+def _auto_round(config: dict[str, Any]) -> Declared:
+    """`extra_config` has module names and patterns; outside the blocks that are quantized, all else is as it was."""
+
+    def kind(part: dict[str, Any]) -> str | None:
+        data, bits = str(part.get("data_type", "int")), part.get("bits")
+        if data == "int" or (isinstance(bits, int) and bits >= 16):
+            return _integer(bits)
+        return {"mx_fp": f"mxfp{bits}", "nv_fp": "nvfp4", "fp": "fp8"}.get(data)
+
+    said = kind(config)
+    listed: list[tuple[str, str | None]] = []
+    for name, change in _dict(config.get("extra_config")).items():
+        found = kind({**config, **{k: v for k, v in _dict(change).items() if v is not None}})
+        listed.append((name if re.fullmatch(r"[\w.]+", name) else f"re:(?:.*?){name}", found))
+    blocks = config.get("block_name_to_quantize")
+    named = blocks.split(",") if isinstance(blocks, str) else _list(blocks)
+    listed += [(rf"re:{re.escape(name.strip())}(?:\.|$)", said) for name in named]
+    return _rules(listed, [], "dense" if named else said, loose=False)
 
 
 def _rules(

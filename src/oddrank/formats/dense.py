@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from oddrank.formats.base import FLOATS, Format, Stored
+from oddrank.formats.base import FLOATS, About, Format, Stored
+
+ABOUT = About("bf16, fp16, fp32, fp64")
 
 
 def forms(quantization: dict[str, Any]) -> tuple[Format, ...]:

@@ -8,7 +8,12 @@ the tensor and is never cut. Source: transformers 5.24 (finegrained_fp8), compre
 import re
 from typing import Any
 
-from oddrank.formats.base import FLOATS, Format, Stored
+from oddrank.formats.base import FLOATS, About, Format, Stored
+
+ABOUT = About(
+    "fp8 (e4m3)",
+    "blocks (`weight_scale_inv`, and compressed-tensors'), per channel ([N, 1] and [N]), per tensor (scalar and [1])",
+)
 
 _VALUES = Stored(".weight", ("F8_E4M3",))
 _SCALARS: tuple[Stored, ...] = (

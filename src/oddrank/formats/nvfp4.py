@@ -6,7 +6,9 @@ Neither is cut: it belongs to the tensor. Source: compressed-tensors 0.20, NVIDI
 
 from typing import Any
 
-from oddrank.formats.base import Format, Stored
+from oddrank.formats.base import About, Format, Stored
+
+ABOUT = About("NVFP4", "ModelOpt, compressed-tensors")
 
 _BLOCKS = Stored(".weight_scale", ("F8_E4M3",), (1, 16), shared=True, row_fill="one", column_fill="one")
 

@@ -23,10 +23,12 @@ class Slots(msgspec.Struct, frozen=True, eq=False):
 
     source: axis name -> int64 [slots].
     partner: follower axis -> int64 [slots], the local leader slot each follower slot reads.
+    apart: interleaved dims lie section by section here: followers need not be as many for every leader.
     """
 
     source: Mapping[str, IntArray]
     partner: Mapping[str, IntArray]
+    apart: bool = False
 
     def counts(self) -> dict[str, int]:
         return {name: len(s) for name, s in self.source.items()}
@@ -80,7 +82,8 @@ class Groups(msgspec.Struct, frozen=True, tag="groups"):
     `[q, k, r * v, r * z]`.
 
     Local slots must be uniform: follower slot i belongs to leader slot i // g. `index` raises ValueError where
-    they are not (such a layout has no interleaved form).
+    they are not (such a layout has no interleaved form). Slots that are `apart` may be anything: their parts lie one
+    after another, each for all of its elements, as in a `Concat`.
     """
 
     by: str
@@ -97,18 +100,19 @@ class Groups(msgspec.Struct, frozen=True, tag="groups"):
         leaders = len(slots.source[self.by])
         ratios = [stock[p.axis] // stock[self.by] for p in self.parts]
         stride = sum(r * p.width for r, p in zip(ratios, self.parts, strict=True))
+        rows = 1 if slots.apart else leaders
         columns: list[IntArray] = []
         offset = 0
         for ratio, part in zip(ratios, self.parts, strict=True):
             source = slots.source[part.axis]
-            if len(source) and (not leaders or len(source) % leaders):
+            if not slots.apart and len(source) and (not leaders or len(source) % leaders):
                 raise ValueError(f"{len(source)} {part.axis} slots do not group by {leaders} {self.by} slots")
             # element h of the follower lies in group h // ratio, at place h % ratio inside its section
             group, place = np.divmod(source, ratio)
             start = np.where(source < 0, np.int64(-1), group * stride + offset + place * part.width)
             at = start[:, None] + np.arange(part.width, dtype=np.int64)[None, :]
             at = np.where(start[:, None] < 0, np.int64(-1), at)
-            columns.append(at.reshape(leaders, len(source) // max(1, leaders) * part.width))
+            columns.append(at.reshape(rows, len(source) // max(1, rows) * part.width))
             offset += ratio * part.width
         return np.concatenate(columns, axis=1).reshape(-1)
 

@@ -11,11 +11,14 @@ from oddrank.geometry.role import Role
 
 
 class KVCache(msgspec.Struct, frozen=True):
-    """A per-token cache: `layers` layers, each `width` elements (keys and values together) per head of `axis`."""
+    """A per-token cache: `layers` layers, each `width` elements (keys and values together) per head of `axis`; with
+    axis None `width` elements on every rank, which all heads share (MLA's latent). readers: the axis of the query heads
+    that attend to it."""
 
-    axis: str
+    axis: str | None
     layers: int
     width: int
+    readers: str = "q_heads"
 
 
 class Crosstalk(msgspec.Struct, frozen=True):
@@ -41,10 +44,13 @@ class Model(msgspec.Struct, frozen=True):
 
     family: the registry name. architecture: what config.json says, for messages.
     hidden: the residual width, never sharded.
-    config_axes: config key -> axis, for keys that hold an axis's count.
+    kv: the caches of its attention layers, one for each geometry of heads; empty where it has none.
+    config_axes: config key -> axis, for keys that hold an axis's count; dots lead into objects. An executor that reads
+        the config needs as many of two axes that one key counts.
     config_fixed: config keys that must be written out in a changed config, with their values (`head_dim`).
     config_path: keys that lead from the top of config.json to the text config, e.g. ("text_config",).
-    ignored: regular expressions of stored tensors that carry no weights (`rotary_emb.inv_freq`).
+    ignored: regular expressions of stored tensors that have no role and are passed on as they are: those that carry no
+        weights (`rotary_emb.inv_freq`), and towers that every rank has whole.
     """
 
     family: str
@@ -53,7 +59,7 @@ class Model(msgspec.Struct, frozen=True):
     axes: tuple[Axis, ...]
     pairs: tuple[Pair, ...]
     roles: tuple[Role, ...]
-    kv: KVCache | None
+    kv: tuple[KVCache, ...]
     config_axes: tuple[tuple[str, str], ...]
     config_fixed: tuple[tuple[str, int], ...] = ()
     config_path: tuple[str, ...] = ()
@@ -73,6 +79,12 @@ class Model(msgspec.Struct, frozen=True):
 
     def leader_of(self, follower: str) -> str | None:
         return next((p.leader for p in self.pairs if p.follower == follower), None)
+
+    def counted_together(self) -> list[list[str]]:
+        """Axes that one config key counts, of the keys that count several."""
+        keys = dict.fromkeys(key for key, _ in self.config_axes)
+        found = [[axis for other, axis in self.config_axes if other == key] for key in keys]
+        return [axes for axes in found if len(axes) > 1]
 
     def ratio(self, pair: Pair) -> int:
         stock = self.stock()

@@ -23,6 +23,7 @@ class Role(msgspec.Struct, frozen=True):
         `replicated`: every rank holds all of it.
     index: the values each `{placeholder}` takes, in order of appearance; instances are their product.
     matrix: a linear layer's weight, which a format may quantize. Norms, convolutions and biases are not.
+    transposed: as plain numbers it is stored [..., K, N], whatever other formats do.
     work: multiply-adds per token and weight element: 1 for a linear layer, 0 for a lookup or a vector,
         top_k / experts for a routed expert.
     joins: for a replicated term that is added to a row-parallel sum: the pattern of that sum's role. Exactly
@@ -37,6 +38,7 @@ class Role(msgspec.Struct, frozen=True):
     combine: Combine
     index: tuple[tuple[str, tuple[int, ...]], ...] = ()
     matrix: bool = False
+    transposed: bool = False
     work: float = 0.0
     joins: str | None = None
     tied_to: str | None = None

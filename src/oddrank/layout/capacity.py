@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from oddrank.errors import OddrankError
-from oddrank.layout.cost import kv_bytes_per_layer, state_bytes, weight_bytes
+from oddrank.layout.cost import kv_bytes, state_bytes, weight_bytes
 from oddrank.layout.plan import Plan
 
 GIB = 1 << 30
@@ -40,11 +40,10 @@ def rooms(plan: Plan, memory: Sequence[float]) -> list[Room]:
     """Of every rank; `memory`: GiB of each. As the plan has it: every stored tensor with a role counts as weight, an
     element of KV cache has `plan.kv_itemsize` bytes."""
     model, refined = plan.model, dict(plan.refined)
-    layers = model.kv.layers if model.kv else 0
     made = []
     for rank, gib in enumerate(memory):
         counts = plan.counts(rank)
-        token = layers * kv_bytes_per_layer(model, counts, plan.kv_itemsize)
+        token = kv_bytes(model, counts, plan.kv_itemsize)
         weights = weight_bytes(model, plan.uses, counts, refined=refined)
         made.append(Room(int(gib * GIB), weights, token, state_bytes(model, counts)))
     return made

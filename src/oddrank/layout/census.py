@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from oddrank.formats import Format, candidates, format_named, formats
 from oddrank.formats.base import Stored, stem
@@ -27,6 +29,10 @@ class TensorLike(Protocol):
     def dtype(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+
+Read = Callable[[str], npt.NDArray[Any]]
+"""The words of a stored tensor, by its name."""
 
 
 class Use(msgspec.Struct, frozen=True):
@@ -61,13 +67,32 @@ class Census(msgspec.Struct, frozen=True):
     problems: tuple[str, ...]
 
 
+class Cut(NamedTuple):
+    """How a stored tensor's entries lie along one of its dimensions.
+
+    block: elements an entry covers; 0 = all. shared: one value serves the whole block; else it packs one an element.
+    fixed: its elements may not move at all. tail: dummies may stand in the unused places of a short last word, where
+    whoever packed it left zeros, which must be what zero means there.
+    """
+
+    block: int
+    shared: bool = False
+    fixed: bool = False
+    tail: bool = True
+
+
 class Part(NamedTuple):
-    """One stored tensor of a use. axes: which dims of the role its dimensions are, in order (empty: one entry)."""
+    """One stored tensor of a use. dims: which dims of the role its dimensions are, in order (empty: one entry);
+    cuts: how its entries lie along each."""
 
     suffix: str
     stored: Stored
     dims: tuple[int, ...]
-    blocks: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return tuple(cut.block for cut in self.cuts)
 
 
 def use_parts(model: Model, use: Use) -> Iterator[tuple[Part, str]]:
@@ -83,25 +108,31 @@ def parts(role: Role, fmt: Format) -> tuple[Part, ...]:
     A dimension that a scale keeps as one entry ([N, 1], [1]) has block 0.
     """
     found = []
-    last = len(role.dims) - 1
+    k = len(role.dims) - 1
+    n = k - 1
     for stored in fmt.stored:
         suffix = stored.suffix
         if not role.name.endswith(".weight"):
             suffix = suffix.removeprefix(".weight")
         if not role.matrix:
-            found.append(Part(suffix, stored, tuple(range(last + 1)), (1,) * (last + 1)))
+            found.append(Part(suffix, stored, tuple(range(k + 1)), (Cut(1),) * (k + 1)))
             continue
-        leading = tuple(range(last - 1))
-        ones = (1,) * len(leading)
-        kept = {"nk": (last - 1, last), "n": (last - 1,), "one": (last,), "scalar": ()}[stored.shape]
-        blocks = {last - 1: stored.block[0], last: stored.block[1]}
-        found.append(Part(suffix, stored, (*leading, *kept), (*ones, *(blocks[d] for d in kept))))
+        tail = fmt.zero_word == 0
+        cuts = {
+            n: Cut(stored.block[0], stored.shared is True, False, tail),
+            k: Cut(stored.block[1], bool(stored.shared), fmt.scattered, tail),
+        }
+        shape = "kn" if role.transposed and fmt.for_vectors else stored.shape
+        kept = {"nk": (n, k), "kn": (k, n), "n": (n,), "k": (k,), "one": (k,), "scalar": ()}[shape]
+        leading = tuple(range(n))
+        found.append(Part(suffix, stored, (*leading, *kept), (*(Cut(1) for _ in leading), *(cuts[d] for d in kept))))
     return tuple(found)
 
 
 def stored_shape(logical: tuple[int, ...], part: Part) -> tuple[int, ...]:
     """Shape of a stored tensor whose logical tensor has shape `logical`."""
-    return tuple(entries(logical[d], b) for d, b in zip(part.dims, part.blocks, strict=True))
+    shape = tuple(entries(logical[d], b) for d, b in zip(part.dims, part.blocks, strict=True))
+    return (*shape, part.stored.inner) if part.stored.inner else shape
 
 
 class _Form(NamedTuple):
@@ -161,16 +192,24 @@ def _match(base: str, under: Under | None, forms: list[_Form], tensors: Mapping[
     return None
 
 
-def take_census(model: Model, tensors: Mapping[str, TensorLike], quantization: dict[str, Any] | None = None) -> Census:
+def take_census(
+    model: Model,
+    tensors: Mapping[str, TensorLike],
+    quantization: dict[str, Any] | None = None,
+    read: Read | None = None,
+) -> Census:
     """Match every stored tensor with its role and format, by name, dtype and shape.
 
-    quantization: the checkpoint's quantization_config, which only gives formats their parameters (block sizes).
+    quantization: the checkpoint's quantization_config, which only gives formats their parameters (block sizes). read:
+    asked for the scale groups of layers whose columns are cut, where the config says that those may be scattered;
+    without it they are taken for scattered. Raises OddrankError for a packing that no format moves.
     """
     stock = model.stock()
     every = candidates(quantization)
     absent, unused = _absent(model, tensors)
     by_stem = _by_stem(tensors)
     seen: set[str] = set()
+    passed: set[str] = set()
     whole_stems: set[str] = set()
     aliased: list[str] = []
     problems: list[str] = []
@@ -192,8 +231,13 @@ def take_census(model: Model, tensors: Mapping[str, TensorLike], quantization: d
         logical = tuple(d.size(stock) for d in role.dims)
         forms = []
         for fmt in every if role.matrix else (f for f in every if f.for_vectors):
+            if fmt.scattered and not any(True for _ in role.dims[-1].axes()):
+                continue  # its columns stay together, wherever their groups are
+            if fmt.zero_points is not None and len(role.dims) != 2:
+                continue  # no release stacks them
             made = parts(role, fmt)
             forms.append(_Form(fmt, made, tuple(stored_shape(logical, p) for p in made)))
+        ordered = [form for form in forms if not form.format.scattered]
         groups: dict[tuple[int, tuple[str | None, ...]], list[int]] = {}
         known: dict[Under, _Match | None] = {}
         # suffixes of a name without `.weight` are not leaves under its stem
@@ -207,10 +251,14 @@ def take_census(model: Model, tensors: Mapping[str, TensorLike], quantization: d
                 match = known[under]
             else:
                 match = known[under] = _match(base, under, forms, tensors)
+            if match is not None and forms[match.place].format.scattered and _in_order(forms[match.place], base, read):
+                again = _match(base, under, ordered, tensors)
+                match = again and again._replace(place=forms.index(ordered[again.place]))
             if match is None:
                 problems.append(_mismatch(name, tensors, logical, role, forms))
                 seen.update(_stored_under(base, tensors))
                 continue
+            passed.update(base + suffix for suffix in forms[match.place].format.passed)
             if match.all:
                 whole_stems.add(base)
             else:
@@ -229,18 +277,31 @@ def take_census(model: Model, tensors: Mapping[str, TensorLike], quantization: d
         if name not in seen
     ]
     pattern = re.compile("|".join(model.ignored) or r"(?!)")
-    ignored = tuple(name for name in left if pattern.fullmatch(name))
-    unmatched = tuple(name for name in left if not pattern.fullmatch(name))
+    ignored = tuple(name for name in left if name in passed or pattern.fullmatch(name))
+    unmatched = tuple(name for name in left if name not in passed and not pattern.fullmatch(name))
     problems += [
         f"{name} is {list(tensors[name].shape)}: only one scale for the whole layer can be carried as it is"
         for name in ignored
-        if name.endswith("_scale") and math.prod(tensors[name].shape) != 1
+        if name.endswith((".k_scale", ".v_scale")) and math.prod(tensors[name].shape) != 1
     ]
     problems += [
         f"{name} {tensors[name].dtype} {list(tensors[name].shape)} has no role in family {model.family}"
         for name in unmatched
     ]
-    return Census(tuple(uses), len(tensors), ignored, tuple(aliased), unmatched, tuple(sorted(absent)), tuple(problems))
+    return Census(
+        tuple(uses), len(tensors), ignored, tuple(aliased), unmatched, tuple(sorted(absent)), tuple(problems)
+    )
+
+
+def _in_order(form: _Form, base: str, read: Read | None) -> bool:
+    """Does each column of an instance lie in the scale group of its place, as far as is known?"""
+    if read is None:
+        return False
+    group = max(part.stored.block[1] for part in form.parts if part.stored.shared)
+    (index,) = (part for part in form.parts if part.stored.rewritten == "groups")
+    words = read(base + index.suffix)
+    unset = np.iinfo(words.dtype).max  # compressed-tensors' -1 throughout: it says nothing
+    return bool((words == unset).all()) or np.array_equal(words, np.arange(len(words)) // group)
 
 
 def _absent(model: Model, tensors: Mapping[str, TensorLike]) -> tuple[set[str], set[tuple[str, str]]]:
@@ -296,7 +357,11 @@ def _mismatch(
         either = "; or as ".join(f"{form.format.name}, but {wrong}" for form, wrong in close)
         return f"{base}{stored.parts[0].suffix} is stored as {either}"
     first = tensors[there[0]]
-    names = ", ".join(form.format.name for form in forms)
+    tried = [form.format.name for form in forms]
+    names = ", ".join(tried)
+    other = [f.name for f in formats().values() if f.name not in tried and base + f.stored[0].suffix in there]
+    if other:
+        names += f"; {', '.join(other)} only where quantization_config says so"
     if len(there) > 1:
         shown = ", ".join(f"{n.removeprefix(base)} {tensors[n].dtype} {list(tensors[n].shape)}" for n in there)
         return f"{base} is stored as {shown}, which no known format ({names}) makes of a {list(logical)}"
@@ -310,8 +375,8 @@ def _closest(
     base: str, there: list[str], tensors: Mapping[str, TensorLike], forms: list[_Form]
 ) -> list[tuple[_Form, str]]:
     """The forms whose values fit and that know everything that is stored, so that only a companion is missing or
-    misshapen, with what is wrong; of several, those with the fewest wrong companions."""
-    found: dict[int, list[tuple[_Form, str]]] = {}
+    misshapen, with what is wrong; of several, those with one wrong companion."""
+    found: list[tuple[_Form, list[str]]] = []
     for form in forms:
         values = tensors.get(base + form.parts[0].suffix)
         if values is None or not _fits(values, form.parts[0], form.shapes[0]):
@@ -323,9 +388,12 @@ def _closest(
             for part, shape in zip(form.parts, form.shapes, strict=True)
             if not _fits(tensors.get(base + part.suffix), part, shape)
         ]
-        if wrong and (len(wrong) == 1 or len(there) == 1):
-            found.setdefault(len(wrong), []).append((form, wrong[0]))
-    return found[min(found)] if found else []
+        if wrong:
+            found.append((form, wrong))
+    if len(found) == 1 and len(there) > 1:
+        return [(form, ", and ".join(wrong)) for form, wrong in found]
+    fewest = min((len(wrong) for _, wrong in found), default=0)
+    return [(form, wrong[0]) for form, wrong in found if len(wrong) == fewest and (fewest == 1 or len(there) == 1)]
 
 
 def _fits(tensor: TensorLike | None, part: Part, shape: tuple[int, ...]) -> bool:

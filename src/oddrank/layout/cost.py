@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from oddrank.checkpoint.dtypes import nbytes
-from oddrank.geometry import Model
+from oddrank.geometry import KVCache, Model
 from oddrank.layout.census import Use, stored_shape, use_parts
 from oddrank.layout.storage import Refined, target_part
 
@@ -51,8 +51,18 @@ def weight_bytes(
 
 
 def kv_bytes_per_layer(model: Model, counts: Mapping[str, int], itemsize: int) -> int:
-    """KV-cache bytes per token and layer: keys and values of every local KV slot."""
-    return 0 if model.kv is None else counts[model.kv.axis] * model.kv.width * itemsize
+    """KV-cache bytes per token and layer, of the layer that keeps most: keys and values of every local KV slot. Caches
+    of axes that `counts` leaves out are left out."""
+    return max((_elements(c, counts) * itemsize for c in model.kv if c.axis is None or c.axis in counts), default=0)
+
+
+def kv_bytes(model: Model, counts: Mapping[str, int], itemsize: int, axes: set[str] | None = None) -> int:
+    """KV-cache bytes per token over all layers; with `axes`, of theirs."""
+    return sum(c.layers * _elements(c, counts) * itemsize for c in model.kv if axes is None or c.axis in axes)
+
+
+def _elements(cache: KVCache, counts: Mapping[str, int]) -> int:
+    return cache.width * (1 if cache.axis is None else counts[cache.axis])
 
 
 def state_bytes(model: Model, counts: Mapping[str, int]) -> int:
@@ -67,10 +77,9 @@ def macs(model: Model, counts: Mapping[str, int], context: int, axes: set[str] |
         if axes is not None and not axes & role.axes():
             continue
         total += role.work * role.count() * math.prod(d.size(counts) for d in role.dims)
-    if model.kv is not None:
-        follower = next((p.follower for p in model.pairs if p.leader == model.kv.axis), model.kv.axis)
-        if axes is None or follower in axes:
-            total += context * counts[follower] * model.kv.width * model.kv.layers
+    for cache in model.kv:
+        if axes is None or cache.readers in axes:
+            total += context * counts[cache.readers] * cache.width * cache.layers
     return int(total)
 
 
@@ -85,7 +94,5 @@ def rank_cost(
     refined: Refined | None = None,
 ) -> Cost:
     """The price of one rank with these slot counts; with `axes`, only what those axes are responsible for."""
-    kv = 0
-    if model.kv is not None and (axes is None or model.kv.axis in axes):
-        kv = model.kv.layers * kv_bytes_per_layer(model, counts, kv_itemsize)
+    kv = kv_bytes(model, counts, kv_itemsize, axes)
     return Cost(weight_bytes(model, uses, counts, axes, refined), kv, macs(model, counts, context, axes), context)

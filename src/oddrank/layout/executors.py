@@ -57,7 +57,7 @@ RUNTIME = Executor(
     reader="transformers",
     finest_block=64,
     families=("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe"),
-    formats=("dense", "fp8", "mxfp4", "nvfp4"),
+    formats=("dense", "fp8", "int4", "int8", "mxfp4", "nvfp4"),
     handles=("rms_norm", "slopes", "top_k"),
 )
 EXECUTORS: Mapping[str, Executor] = {e.name: e for e in (RUNTIME, VLLM)}
@@ -85,21 +85,25 @@ class Constraints(msgspec.Struct, frozen=True):
     def parse(cls, given: Mapping[str, int], model: Model) -> Constraints:
         """Sort `name=value` pairs by name. Raises OddrankError for a name this model has no use for."""
         axes = {a.name for a in model.axes if a.kind != "experts"}  # cut inside, so their number never changes
+        heads = {a.name for a in model.axes if a.kind == "heads"}
+        # a latent that all heads share has no KV heads to group by, and the same bytes in any layout
+        shared = bool(model.kv) and all(cache.axis is None for cache in model.kv)
+        named = ("block",) if shared else ("gqa", "kv_bytes", "block")
         exact: dict[str, int] = {}
         multiple: dict[str, int] = {}
         for key, value in given.items():
             if value < 1:
                 raise OddrankError(f"constraint {key}={value}: the value must be a positive whole number.")
-            heads = key == "gqa" or any(key in (a.name, f"{a.name}_multiple") for a in model.axes if a.kind == "heads")
-            if value > (limit := MOST_HEADS if heads else MOST):
+            limit = MOST_HEADS if key == "gqa" or key.removesuffix("_multiple") in heads else MOST
+            if value > limit:
                 raise OddrankError(f"constraint {key}={value} is beyond any model; at most {limit}.")
-            if key in ("gqa", "kv_bytes", "block"):
+            if key in named:
                 continue
             if key in axes:
                 exact[key] = value
             elif key.removesuffix("_multiple") in axes and key.endswith("_multiple"):
                 multiple[key.removesuffix("_multiple")] = value
             else:
-                names = ["gqa", "kv_bytes", "block", *sorted(axes), *(f"{a}_multiple" for a in sorted(axes))]
+                names = [*named, *sorted(axes), *(f"{a}_multiple" for a in sorted(axes))]
                 raise OddrankError(f"constraint {key}={value} is not one this model has: {', '.join(names)}.")
         return cls(given.get("gqa"), given.get("kv_bytes"), given.get("block"), exact, multiple)

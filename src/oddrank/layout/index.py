@@ -32,7 +32,7 @@ def entries(size: int, block: int) -> int:
 
 
 def stored_index(
-    logical: IntArray, size: int, block: int, *, shared: bool, target_block: int | None = None
+    logical: IntArray, size: int, block: int, *, shared: bool, target_block: int | None = None, tail: bool = True
 ) -> IntArray:
     """Source entry for each target entry, -1 = all dummy; int64 [entries].
 
@@ -40,6 +40,7 @@ def stored_index(
     size: source length of the dimension in elements.
     block, target_block: elements per entry in the source and the target (finer = a refined scale).
     shared: a scale; else packed values, whose place inside the entry matters.
+    tail: may dummies stand in the unused places of a short last word of packed values?
 
     Raises StorageError where an entry would mix two source entries, or packed values would change places.
     """
@@ -70,7 +71,10 @@ def stored_index(
         place = np.arange(target, dtype=np.int64)[None, :]
         expected = high[:, None] * block + place
         moved = np.not_equal(grid, expected)
-        wrong = np.where(real, moved, np.less(expected, size))
+        beside = np.less(expected, size)
+        if not tail:
+            beside |= np.arange(count * target, dtype=np.int64).reshape(count, target) < len(logical)
+        wrong = np.where(real, moved, beside)
         wrong[~any_real] = False
         if wrong.any():
             at = int(np.flatnonzero(wrong.any(axis=1))[0])

@@ -72,6 +72,7 @@ class Plan(msgspec.Struct, frozen=True):
         return Slots(
             {la.axis: la.slots(rank) for la in self.layouts},
             {p.follower: np.asarray(p.ranks[rank], dtype=np.int64) for p in self.pairings},
+            apart=not self.executor_facts().equal_ranks,
         )
 
     def counts(self, rank: int) -> dict[str, int]:

@@ -14,9 +14,9 @@ import numpy as np
 
 from oddrank.errors import OddrankError
 from oddrank.formats import fill_word, format_named
-from oddrank.geometry import Groups
 from oddrank.layout.census import Census
 from oddrank.layout.cost import kv_bytes_per_layer
+from oddrank.layout.crosstalk import unhandled
 from oddrank.layout.layouts import Layout
 from oddrank.layout.plan import Plan
 from oddrank.layout.storage import storage_problem
@@ -173,6 +173,12 @@ def silence(plan: Plan) -> str:
         fmt = format_named(use.format)
         if fmt.stored[0].row_fill != fmt.zero_word or fmt.stored[0].column_fill != fmt.zero_word:
             raise _FoundError(f"format {fmt.name}: the fill of its values is not its word for zero.")
+        points = fmt.zero_points
+        if points is not None:
+            held = fmt.at(points.suffix)
+            for fill in (held.row_fill, held.column_fill):
+                if points.meant(int(fill)) != fmt.zero_word:
+                    raise _FoundError(f"format {fmt.name}: the fill of {held.suffix} does not make its values zero.")
         for stored, dtype in zip(fmt.stored, use.dtypes, strict=True):
             if dtype is None:
                 continue
@@ -229,6 +235,13 @@ def executor(plan: Plan) -> str:
                     f"{facts.name} gives every rank the same number of {layout.axis}; the plan has "
                     f"{' / '.join(map(str, layout.counts()))}. The runtime executor runs such a plan."
                 )
+        for axes in plan.model.counted_together():
+            totals = {axis: plan.layout(axis).total() for axis in axes}
+            if len(set(totals.values())) > 1:
+                raise _FoundError(
+                    f"one config key counts {' and '.join(axes)}, so {facts.name} has as many of each; the plan has "
+                    f"{' and '.join(str(n) for n in totals.values())}. The runtime executor runs such a plan."
+                )
         for pair in plan.pairings:
             f, le = plan.layout(pair.follower).counts()[0], plan.layout(pair.leader).counts()[0]
             if not le or f % le or any(m != tuple(i // (f // le) for i in range(f)) for m in pair.ranks):
@@ -237,10 +250,6 @@ def executor(plan: Plan) -> str:
                     f"{f} and {le} slots is another. The runtime executor runs such a plan."
                 )
     _user_constraints(plan)
-    for role in plan.model.roles:
-        for dim in role.dims:
-            if isinstance(dim, Groups) and not facts.equal_ranks:
-                raise _FoundError(f"{role.name} is interleaved per {dim.by}, which needs equal ranks.")
     return f"{facts.name}'s constraints hold"
 
 
@@ -272,12 +281,15 @@ def _engine_axes(plan: Plan) -> None:
 
 def _user_constraints(plan: Plan) -> None:
     wanted = plan.constraints
-    if wanted.gqa is not None and plan.model.kv is not None:
-        leader = plan.model.kv.axis
-        follower = next(p.follower for p in plan.model.pairs if p.leader == leader)
-        for followers, leaders in zip(plan.layout(follower).counts(), plan.layout(leader).counts(), strict=True):
+    for cache in plan.model.kv:
+        if cache.axis is None or wanted.gqa is None:
+            continue
+        queries, keys = plan.layout(cache.readers).counts(), plan.layout(cache.axis).counts()
+        for followers, leaders in zip(queries, keys, strict=True):
             if followers != wanted.gqa * leaders:
-                raise _FoundError(f"gqa={wanted.gqa} was asked for; a rank has {followers} {follower} on {leaders}.")
+                raise _FoundError(
+                    f"gqa={wanted.gqa} was asked for; a rank has {followers} {cache.readers} on {leaders}."
+                )
     totals = {la.axis: la.total() for la in plan.layouts}
     for axis, total in wanted.exact.items():
         if totals[axis] != total:
@@ -295,25 +307,10 @@ def _user_constraints(plan: Plan) -> None:
 def no_crosstalk(plan: Plan) -> str:
     """Operations across the units of an axis are handled by the executor by name, or their axis is unchanged."""
     facts = plan.executor_facts()
-    for cross in plan.model.crosstalk:
-        if cross.operation in facts.handles:
-            continue
-        layout, count = plan.layout(cross.axis), plan.model.axis(cross.axis).count
-        ranks = [layout.slots(r) for r in range(plan.tp)]
-        slots, trained = np.concatenate(ranks), np.arange(count)
-        if cross.operation == "rms_norm":
-            # equal copies of every element leave a mean over the axis as it was, in any order
-            times = np.bincount(slots[slots >= 0], minlength=count)
-            changed = bool((slots < 0).any()) or len(set(times.tolist())) > 1
-            what = "include dummies or unequal copies"
-        else:
-            # what is computed from an element's number needs all elements in their order: over the ranks or on each
-            changed = not np.array_equal(slots, trained) and not all(np.array_equal(r, trained) for r in ranks)
-            what = "number them anew, or see dummies and copies"
-        if changed:
-            raise _FoundError(
-                f"{cross.where} computes {cross.operation} across all {count} {cross.axis}; {facts.name} would "
-                f"{what}. The runtime executor computes it over the real ones, by their own numbers."
-            )
+    for cross, what in unhandled(plan.model, plan.layouts, facts):
+        raise _FoundError(
+            f"{cross.where} computes {cross.operation} across all {plan.model.axis(cross.axis).count} {cross.axis}; "
+            f"{facts.name} would {what}. The runtime executor computes it over the real ones, by their own numbers."
+        )
     names = sorted({c.operation for c in plan.model.crosstalk})
     return f"{', '.join(names)} across units handled" if names else "no operation runs across units"

@@ -22,7 +22,7 @@ def require_block(model: Model, uses: Iterable[Use], block: int) -> None:
         size
         for use in uses
         for part, _ in use_parts(model, use)
-        if part.stored.shared and min(part.stored.block) > 1
+        if part.stored.is_block_scale
         for size in part.stored.block
     }
     wrong = sorted(size for size in found if size % block)
@@ -85,7 +85,7 @@ class Refinement:
                 continue
             for rank in range(len(layout.ranks)):
                 source = {name: np.arange(n, dtype=np.int64) for name, n in stock.items()} | {axis: layout.slots(rank)}
-                if storage_problem(self.model, self.uses, Slots(source, {}), {axis}, needed):
+                if storage_problem(self.model, self.uses, Slots(source, {}, True), {axis}, needed):
                     needed[axis] = self.finest
                     break
         return tuple(needed.items())

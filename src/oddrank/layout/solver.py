@@ -18,12 +18,13 @@ from oddrank.layout import heads, widths
 from oddrank.layout.candidate import Candidate
 from oddrank.layout.census import Census
 from oddrank.layout.cost import Cost, kv_bytes_per_layer, rank_cost
+from oddrank.layout.crosstalk import unhandled
 from oddrank.layout.executors import EXECUTORS, Constraints, Executor
 from oddrank.layout.layouts import Layout, apportion
 from oddrank.layout.plan import Plan
 from oddrank.layout.refinement import Refinement, require_block
 from oddrank.layout.shares import require_large_enough, require_shares
-from oddrank.layout.storage import storage_problem
+from oddrank.layout.storage import require_columns_cut, storage_problem
 
 LAYOUTS = ("auto", "ragged", "pad", "replicate")
 DEFAULT_CONTEXT = 4096
@@ -78,6 +79,7 @@ def solve(model: Model, census: Census, request: Request, *, name: str, config_d
         require_shares(memory, request.tp, request.executor, request.layout, request.constraints)
         if len(set(memory)) == 1:
             request = msgspec.structs.replace(request, shares=None)
+    require_columns_cut(model, census.uses, request.tp)
     block = request.constraints.block
     if block is not None:
         require_block(model, census.uses, block)
@@ -92,7 +94,7 @@ def solve(model: Model, census: Census, request: Request, *, name: str, config_d
     _enough_units(model, refinement.fine, request.tp)
     solver = _Solver(model, census, request, facts, refinement)
     paired = {a for p in model.pairs for a in (p.follower, p.leader)}
-    groups = [solver.pair(p) for p in model.pairs]
+    groups = solver.pairs()
     groups += [solver.lone(a) for a in model.axes if a.name not in paired]
     picked = [next(c.candidate for c in group if c.chosen) for group in groups]
     layouts = {la.axis: la for c in picked for la in c.layouts}
@@ -159,6 +161,45 @@ class _Solver:
 
     # -- pairs of head axes ----------------------------------------------------------------------------------
 
+    def pairs(self) -> list[tuple[Choice, ...]]:
+        """Every pair chosen by itself; where the executor counts the followers of several by one config key, together,
+        with one total for all of them."""
+        groups = {p.follower: self.pair(p) for p in self.model.pairs}
+        for axes in self.model.counted_together() if self.facts.equal_ranks else ():
+            pairs = [p for p in self.model.pairs if p.follower in axes]
+            totals = {n for axis, n in self.want.exact.items() if axis in axes}
+            totals = totals or {c.candidate.totals()[0] for p in pairs for c in groups[p.follower]}
+            if len({next(c for c in groups[p.follower] if c.chosen).candidate.totals()[0] for p in pairs}) > 1:
+                groups |= self._with_one_total(pairs, totals)
+        return list(groups.values())
+
+    def _with_one_total(self, pairs: list[Pair], totals: set[int]) -> dict[str, tuple[Choice, ...]]:
+        """The cheapest of `totals` for which every pair has a layout; with `pad`, of those at which most keep the
+        trained ratio."""
+        best: tuple[tuple[float, ...], dict[str, tuple[Choice, ...]]] | None = None
+        for total in sorted(totals):
+            exact = {**self.want.exact, **{p.follower: total for p in pairs}}
+            wanted = msgspec.structs.replace(self.want, exact=exact)
+            request = msgspec.structs.replace(self.request, constraints=wanted)
+            asking = _Solver(self.model, self.census, request, self.facts, self.refinement)
+            try:
+                made = {p.follower: asking.pair(p) for p in pairs}
+            except OddrankError:
+                continue
+            chosen = [next(c for c in group if c.chosen) for group in made.values()]
+            lost = sum(c.candidate.gqa != self.model.ratio(p) for c, p in zip(chosen, pairs, strict=True))
+            price = float(sum(c.cost.bytes_per_token() for c in chosen))
+            order = (float(lost), price) if self.request.layout == "pad" else (price,)
+            if best is None or order < best[0]:
+                best = order, made
+        if best is None:
+            raise OddrankError(
+                f"one config key counts {' and '.join(p.follower for p in pairs)}, and at {self.request.tp} ranks no "
+                f"number of them serves both; {', '.join(str(n) for n in sorted(totals))} were tried. The runtime "
+                "executor needs no such number: --executor runtime."
+            )
+        return best[1]
+
     def pair(self, pair: Pair) -> tuple[Choice, ...]:
         sizes = heads.PairSizes(
             pair.follower,
@@ -168,7 +209,7 @@ class _Solver:
             (self.refinement.unit(pair.follower), self.refinement.unit(pair.leader)),
         )
         tp, layout = self.request.tp, self.request.layout
-        is_kv = self.model.kv is not None and self.model.kv.axis == pair.leader
+        is_kv = pair.leader in {cache.axis for cache in self.model.kv}
         gqa = self.want.gqa if is_kv else None
         found: list[Candidate] = []
         if self.facts.equal_ranks:
@@ -192,6 +233,8 @@ class _Solver:
         fitting = [c for c in storable if self._fits(c, is_kv, gqa)]
         if not fitting:
             self._refuse_pair(sizes, storable, is_kv)
+        if layout != "pad":  # which leaves no choice: where it disturbs an operation across heads, the proof refuses it
+            fitting = [c for c in fitting if not unhandled(self.model, c.layouts, self.facts)] or fitting
         prefer = None
         if layout == "pad":
             padded = [c for c in fitting if c.gqa is not None and c.gqa >= sizes.ratio] or fitting
@@ -374,7 +417,7 @@ class _Solver:
             source = {name: np.arange(n, dtype=np.int64) for name, n in self.stock.items()}
             source |= {la.axis: la.slots(rank) for la in c.layouts}
             partner = {p.follower: np.asarray(p.ranks[rank], dtype=np.int64) for p in c.pairings}
-            slots, refined = Slots(source, partner), self.refinement.everywhere
+            slots, refined = Slots(source, partner, not self.facts.equal_ranks), self.refinement.everywhere
             if storage_problem(self.model, self.census.uses, slots, axes, refined):
                 return False
         return True

@@ -80,10 +80,11 @@ def _model(model: Model) -> Iterator[str]:
             yield f"role {role.name} sums over no dimension"
         for dim in role.dims:
             yield from _dim(dim, stock, f"role {number} ({role.name})")
-    if model.kv is not None:
-        followers = [p.follower for p in model.pairs if p.leader == model.kv.axis]
-        if model.kv.axis not in stock or not followers or not 0 <= model.kv.layers <= MAX or model.kv.width < 0:
-            yield f"the KV cache of {model.kv.axis} is none"
+    paired = {(p.leader, p.follower) for p in model.pairs}
+    for cache in model.kv:
+        read = cache.readers in stock if cache.axis is None else (cache.axis, cache.readers) in paired
+        if not read or not 0 <= cache.layers <= MAX or not 0 <= cache.width <= MAX:
+            yield f"the KV cache of {cache.axis or 'all ranks'} is none"
     for name in (*(c.axis for c in model.crosstalk), *(axis for _, axis in model.config_axes)):
         if name not in stock:
             yield f"{name} is no axis of the model"

@@ -22,12 +22,14 @@ class Told(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What came to a choice. finish: "stop", "length", or "" where more will come."""
+    """What came to a choice. finish: "stop", "length", or "" where more will come. echoed: whether the tokens told are
+    the prompt's."""
 
     reasoning: str = ""
     text: str = ""
     told: tuple[Told, ...] = ()
     finish: str = ""
+    echoed: bool = False
 
 
 class Choice:
@@ -61,7 +63,7 @@ class Choice:
             Told(self._echo[event.start + i], logprob, top)
             for i, (logprob, top) in enumerate(zip(event.logprobs, event.tops, strict=True))
         )
-        return Delta(told=first + rest, finish=event.finish)
+        return Delta(told=first + rest, finish=event.finish, echoed=True)
 
 
 async def together(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[tuple[int, Any]]:

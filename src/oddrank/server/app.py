@@ -32,6 +32,9 @@ from oddrank.server.served import Served
 BODY_LIMIT = 8 << 20
 """Bytes of a request's body: a prompt of a million tokens is about half of it."""
 
+_LEFT = 499
+"""The status of an answer that nobody waits for any more; nginx's."""
+
 
 class State:
     """What the routes share. draining: the server takes no new requests, as it is about to end."""
@@ -44,8 +47,8 @@ class State:
         self.draining = False
 
 
-def make_app(state: State, lifespan: Any = None) -> FastAPI:
-    app = FastAPI(title="oddrank", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+def make_app(state: State) -> FastAPI:
+    app = FastAPI(title="oddrank", version=__version__, docs_url=None, redoc_url=None)
     app.state.oddrank = state
 
     @app.exception_handler(ApiError)
@@ -158,7 +161,9 @@ class _Watched:
 
     def _over(self, scope: Any, watch: Watch, status: int, whole: bool, failed: Exception | None) -> None:
         seconds = time.perf_counter() - watch.started
-        if watch.finish == "error" or failed is not None or status >= 500:
+        if status == _LEFT:
+            outcome = "cancelled"
+        elif watch.finish == "error" or failed is not None or status >= 500:
             outcome = "failed"
         elif status >= 400:
             outcome = "refused"
@@ -233,7 +238,7 @@ async def _unless_left(request: Request, work: Awaitable[dict[str, Any]]) -> dic
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            raise ApiError(499, "The client left.")
+            raise ApiError(_LEFT, "The client left.")
         return task.result()
     finally:
         watcher.cancel()

@@ -199,14 +199,17 @@ class Answer:
         return [t.token for t in told][len(told) - sequence.choice.tokens :] if sequence.choice.tokens else []
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a stream, without their frame of `data:`."""
+        """The chunks of a stream, without their frame of `data:`. Token ids add up to those of `whole`."""
+        untold = {s.index: s.prompt for s in self.sequences}
         for first in self.opening():
             yield first
         async for index, delta in self.deltas():
             chunk = self.chunk(index, delta)
             if chunk is not None:
                 if self.asked.return_token_ids:
-                    chunk["token_ids"] = [t.token for t in delta.told]
+                    chunk["token_ids"] = [] if delta.echoed else [t.token for t in delta.told]
+                    if index in untold:
+                        chunk["prompt_token_ids"] = untold.pop(index)
                 yield self.frame(self.chunk_kind, [chunk])
         if self.asked.stream_options is not None and self.asked.stream_options.include_usage:
             yield self.frame(self.chunk_kind, []) | {"usage": self.usage()}

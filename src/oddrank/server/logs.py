@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
+from oddrank.runtime.logs import JsonFormatter
 
 log = logging.getLogger("oddrank.server")
 
@@ -31,28 +32,16 @@ class PlainFormatter(logging.Formatter):
         return f"{when} {head} {rest}".rstrip()
 
 
-class JsonFormatter(logging.Formatter):
-    """One object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "message": record.getMessage(),
-        }
-        said |= getattr(record, "fields", {})
-        if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(said, enc_hook=str).decode()
-
-
 def set_up(as_json: bool) -> None:
-    """The server's own lines to standard error."""
+    """The server's own lines to standard error, and what uvicorn warns of."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
-    log.handlers = [handler]
-    log.setLevel(logging.INFO)
-    log.propagate = False
+    # answers that are cut off at the end have their own line; uvicorn would add a traceback
+    handler.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)))
+    for logger, level in ((log, logging.INFO), (logging.getLogger("uvicorn"), logging.WARNING)):
+        logger.handlers = [handler]
+        logger.setLevel(level)
+        logger.propagate = False
 
 
 def _plain(value: Any) -> str:

@@ -30,9 +30,12 @@ class Metrics:
         self.running = Gauge("oddrank_requests_running", "Requests in memory", registry=r)
         self.cache = Gauge("oddrank_kv_cache_usage_ratio", "Pages of the KV cache that are held", registry=r)
         self.known = Gauge("oddrank_kv_cache_remembered_pages", "Pages that hold a known prefix", registry=r)
+        self.slots = Gauge("oddrank_state_slots_held", "Places of requests in memory, with their states", registry=r)
+        self.snapshots = Gauge("oddrank_state_snapshots", "States kept at the ends of known prefixes", registry=r)
+        self.unwritten = Gauge("oddrank_state_snapshots_unwritten", "Places for states neither kept nor free",
+                               registry=r)  # fmt: skip
         self.preempted = Counter("oddrank_preemptions", "Requests that had to give way and start again", registry=r)
         self.steps = Counter("oddrank_steps", "Steps of the ranks", registry=r)
-        self.model = Counter("oddrank_model_seconds", "Of the ranks' steps, in the model, up to the logits", registry=r)
         self.step = Histogram("oddrank_step_seconds", "Of a step of the ranks", buckets=_PER_TOKEN, registry=r)
         self._preempted = self._reused = 0
 
@@ -42,12 +45,14 @@ class Metrics:
         self.running.set(found.running)
         self.cache.set(found.pages_held / found.pages if found.pages else 0)
         self.known.set(found.pages_remembered)
+        self.slots.set(found.slots_held)
+        self.snapshots.set(found.snapshots)
+        self.unwritten.set(found.snapshots_unwritten)
         self.preempted.inc(found.preempted - self._preempted)
         self.reused_tokens.inc(found.reused - self._reused)
         self._preempted, self._reused = found.preempted, found.reused
         if found.tokens:
             self.steps.inc()
-            self.model.inc(found.model)
             self.step.observe(found.seconds)
 
     def over(self, watch: Watch, outcome: str, seconds: float) -> None:

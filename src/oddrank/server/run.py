@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from oddrank.server.served import Defaults, Served
 
 DRAIN_SECONDS = 60
 """How long answers that are being given may go on after SIGTERM."""
+
+_LAST_BYTES = 5
+"""Seconds that connections get at the end, once nothing is computed for them any more."""
 
 _LAST_WORDS = 1.0
 """Seconds between the loss of a rank and the end: whoever asks how it is gets the reason."""
@@ -57,7 +61,7 @@ def serve(
     experts: ExpertOptions = ExpertOptions(),  # noqa: B008 (immutable)
     on_ready: Callable[[str], object] | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, which lets answers end first (twice: which does not).
+    """Serve until SIGTERM or SIGINT, which lets answers end first. A second one does not: SystemExit.
 
     on_ready: called with the URL once every rank is loaded. OddrankError for what keeps it from starting, and when a
     rank dies.
@@ -76,7 +80,8 @@ def serve(
     )  # fmt: skip
     metrics = Metrics()
     with listener:
-        backend = Backend(Ranks(plan.tp, serve_rank, job, device=device, threads=threads), metrics.stats)
+        ranks = Ranks(plan.tp, serve_rank, job, device=device, threads=threads, log_json=options.log_json)
+        backend = Backend(ranks, metrics.stats)
         try:
             run_until_ended(State(served, backend, metrics, options.key), listener, on_ready)
         finally:
@@ -98,7 +103,7 @@ def describe(checkpoint: Checkpoint, names: tuple[str, ...], length: int | None)
     defaults = Defaults.of(read_object(path)) if path.is_file() else Defaults()
     vocab = view.require_int("vocab_size")
     return Served(
-        names or (checkpoint.path.resolve().name,), load_tokenizer(Path(checkpoint.path)), vocab,
+        names or (checkpoint.name,), load_tokenizer(Path(checkpoint.path)), vocab,
         length or trained, defaults,
     )  # fmt: skip
 
@@ -107,47 +112,60 @@ def run_until_ended(state: State, listener: socket.socket, on_ready: Callable[[s
     """The server on the listening socket, until a signal or the loss of a rank."""
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-    @asynccontextmanager
-    async def lifespan(_: Any) -> AsyncIterator[None]:
-        state.backend.start()
-        tasks = [asyncio.create_task(_tell_ready()), asyncio.create_task(_end_when_lost())]
-        yield
-        for task in tasks:
-            task.cancel()
-
-    async def _tell_ready() -> None:
-        await state.backend.loaded.wait()
-        if state.backend.failure is None and on_ready is not None:
-            on_ready(url)
-
-    async def _end_when_lost() -> None:
-        await state.backend.lost.wait()
-        log.error("%s", state.backend.failure)
-        await asyncio.sleep(_LAST_WORDS)
-        server.should_exit = True
-
-    app = make_app(state, lifespan)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS, timeout_keep_alive=30,
-        lifespan="on",
+        make_app(state), log_config=None, access_log=False, timeout_graceful_shutdown=_LAST_BYTES,
+        timeout_keep_alive=30, lifespan="off",
     )  # fmt: skip
-    server = _Server(config, state)
+    server = _Server(config, state, lambda: on_ready and on_ready(url))
     server.run(sockets=[listener])
+    if server.force_exit:
+        sys.exit(128 + server.signals[-1])
 
 
 class _Server(uvicorn.Server):
-    """A first signal drains: no new requests, and the end when those there are have their answers."""
+    """A first signal drains: new requests are refused, and the end comes when those there are have their answers. A
+    second one is the end. uvicorn's own first signal would close the listening socket, so that nobody could ask how it
+    is, and a second SIGTERM would do nothing."""
 
-    def __init__(self, config: uvicorn.Config, state: State) -> None:
+    def __init__(self, config: uvicorn.Config, state: State, on_ready: Callable[[], object]) -> None:
         super().__init__(config)
-        self._state = state
+        self._state, self._on_ready, self._deadline = state, on_ready, 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+        self.signals: list[int] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._state.backend.start()
+        self._tasks = [asyncio.create_task(self._tell_ready()), asyncio.create_task(self._end_when_lost())]
+        await super().startup(sockets)
+
+    async def _tell_ready(self) -> None:
+        await self._state.backend.loaded.wait()
+        if self._state.backend.failure is None:
+            self._on_ready()
+
+    async def _end_when_lost(self) -> None:
+        await self._state.backend.lost.wait()
+        log.error("%s", self._state.backend.failure)
+        await asyncio.sleep(_LAST_WORDS)
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: Any) -> None:
+        self.signals.append(sig)
+        if self._state.draining:
+            self.should_exit = self.force_exit = True
+            return
+        log.info("ending: %d sequences are still being answered", self._state.backend.pending)
+        self._state.draining, self._deadline = True, time.monotonic() + DRAIN_SECONDS
+
+    async def on_tick(self, counter: int) -> bool:
+        """Every tenth of a second; whether to end."""
+        ended = await super().on_tick(counter)
         if not self._state.draining:
-            log.info("ending: %d sequences are still being answered", self._state.backend.pending)
-        self._state.draining = True
-        super().handle_exit(sig, frame)
+            return ended
+        left = self._deadline - time.monotonic()
+        # answers that are computed may still be on their way
+        self.config.timeout_graceful_shutdown = max(_LAST_BYTES, int(left))
+        return ended or left <= 0 or not self._state.backend.pending
 
 
 def _listen(host: str, port: int) -> socket.socket:

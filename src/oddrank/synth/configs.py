@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from oddrank.synth.gemmas import gemma_config
+from oddrank.synth.mixtures import mixture_config
 from oddrank.synth.quantization import quantization_config
 from oddrank.synth.release import Release
-from oddrank.synth.sizes import Dense, Drafter, Hybrid, Vision
+from oddrank.synth.sizes import Dense, Drafter, Gemma, Hybrid, Mixture, Vision
 
 Config = dict[str, Any]
 
@@ -17,6 +19,7 @@ _ARCHITECTURES = {
     "mistral": "Mistral",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "phi3": "Phi3",
 }
 
 
@@ -24,9 +27,13 @@ def config(release: Release) -> Config:
     """The whole config.json."""
     size = release.size
     if isinstance(size, Hybrid):
-        made = _hybrid(release, size)
+        made = _next(size) if release.family == "qwen3_next" else _hybrid(release, size)
     elif isinstance(size, Drafter):
         made = _drafter(size)
+    elif isinstance(size, Mixture):
+        made = mixture_config(release.family, size)
+    elif isinstance(size, Gemma):
+        made = gemma_config(release.family, size)
     else:
         made = _dense(release, size)
     quantization = quantization_config(release)
@@ -107,6 +114,35 @@ def _hybrid(release: Release, size: Hybrid) -> Config:
     }
 
 
+def _next(size: Hybrid) -> Config:
+    return {
+        **_common(None, size),
+        "architectures": ["Qwen3NextForCausalLM"],
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 4,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": size.gdn_width,
+        "linear_num_key_heads": size.gdn_k_heads,
+        "linear_num_value_heads": size.gdn_v_heads,
+        "linear_value_head_dim": size.gdn_width,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_next",
+        "moe_intermediate_size": size.moe,
+        "norm_topk_prob": True,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.chosen,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": size.shared,
+        "tie_word_embeddings": size.tied,
+        "use_cache": True,
+    }
+
+
 def _mrope(pairs: int) -> list[int]:
     """Rotary pairs of time, height and width: 11, 11, 10 of 32."""
     third = -(-pairs // 3)
@@ -154,6 +190,10 @@ def _dense(release: Release, size: Dense) -> Config:
         del made["head_dim"]
     if release.family == "llama":
         made["mlp_bias"] = False
+    if release.family == "phi3":
+        made |= {"original_max_position_embeddings": 32768, "pad_token_id": size.vocab - 1, "sliding_window": None}
+        # as published: its class computes the one and knows nothing of the other
+        del made["head_dim"], made["attention_bias"]
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ Config = dict[str, Any]
 _LINEAR = frozenset(
     (
         "attention", "delta_net", "delta_net_gate", "mlp", "shared", "expert", "router", "shared_gate", "lm_head",
-        "mtp_fc", "draft_fc", "kernel_projection", "selector", "vision", "conv", "embedding",
+        "mtp_fc", "draft_fc", "kernel_projection", "selector", "projection", "vision", "conv", "embedding",
     )
 )  # fmt: skip
 """Kinds that are modules with a weight, which a list of exceptions may name."""
@@ -45,6 +46,26 @@ def quantization_config(release: Release) -> Config | None:
             }
         case "mxfp4":
             return _quark(release)
+        case "mxfp4-experts":
+            left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+            return {"modules_to_not_convert": left, "quant_method": "mxfp4"}
+        case "gptq" | "gptq-int8":
+            return _gptq(release)
+        case "awq":
+            return {
+                "bits": 4,
+                "group_size": release.group,
+                "modules_to_not_convert": [m for m in _plain(release) if "embed" not in m],
+                "quant_method": "awq",
+                "version": "gemm",
+                "zero_point": True,
+            }
+        case "auto-round" | "auto-round-awq":
+            return _auto_round(release)
+        case "int8" | "int4-ct" | "int4-ct-asym" | "int8-ct" | "mxfp8":
+            return _one_scheme(release)
+        case "fp8-ct":
+            return _per_channel(release)
         case _:
             return _compressed_tensors(release)
 
@@ -116,6 +137,27 @@ _CT_TARGETS = {
 }
 
 
+def _per_channel(release: Release) -> Config:
+    """compressed-tensors' FP8_DYNAMIC: every linear layer but those it lists."""
+    return {
+        "config_groups": {
+            "group_0": {
+                "format": "float-quantized",
+                "input_activations": _values(8, strategy="token", dynamic=True, observer=None),
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": _values(8, strategy="channel"),
+            }
+        },
+        "format": "float-quantized",
+        "global_compression_ratio": None,
+        "ignore": [m for m in _plain(release) if "embed" not in m],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
 def _compressed_tensors(release: Release) -> Config:
     kinds = {s.logical.kind for s in release.stored() if s.scheme is not None}
 
@@ -161,6 +203,75 @@ def _compressed_tensors(release: Release) -> Config:
         "kv_cache_scheme": None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
+    }
+
+
+def _one_scheme(release: Release) -> Config:
+    """compressed-tensors with every linear layer alike."""
+    per_group: Config = {"group_size": release.group, "strategy": "group", "type": "int"}
+    weights, activations, fmt = {
+        "int8": (
+            _values(8, type="int", strategy="channel"),
+            _values(8, type="int", strategy="token", dynamic=True, observer=None),
+            "int-quantized",
+        ),
+        "int4-ct": (_values(4, **per_group), None, "pack-quantized"),
+        "int4-ct-asym": (_values(4, **per_group | {"symmetric": False}), None, "pack-quantized"),
+        "int8-ct": (_values(8, type="int", strategy="channel"), None, "pack-quantized"),
+        "mxfp8": (
+            _values(8, group_size=32, strategy="group", scale_dtype="torch.uint8"),
+            _values(8, group_size=32, strategy="group", dynamic=True, observer=None, scale_dtype="torch.uint8"),
+            "mxfp8-quantized",
+        ),
+    }[release.format]
+    return {
+        "config_groups": {
+            "group_0": {
+                "format": fmt,
+                "input_activations": activations,
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": weights,
+            }
+        },
+        "format": fmt,
+        "global_compression_ratio": None,
+        "ignore": [m for m in _plain(release) if "embed" not in m],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+def _gptq(release: Release) -> Config:
+    inside = [m for m in _plain(release) if "embed" not in m and m != "lm_head"]
+    return {
+        "bits": 8 if release.format == "gptq-int8" else 4,
+        "checkpoint_format": "gptq",
+        "damp_percent": 0.01,
+        "desc_act": False,
+        # GPTQModel's patterns; "-:" leaves a module as it was
+        "dynamic": {f"-:^{re.escape(m)}$": {} for m in inside},
+        "group_size": release.group,
+        "lm_head": False,
+        "quant_method": "gptq",
+        "static_groups": False,
+        "sym": True,
+        "true_sequential": True,
+    }
+
+
+def _auto_round(release: Release) -> Config:
+    awq = release.format == "auto-round-awq"
+    return {
+        "autoround_version": "0.16.1",
+        "bits": 4,
+        "block_name_to_quantize": "model.layers",
+        "data_type": "int",
+        "group_size": release.group,
+        "packing_format": "auto_round:auto_awq" if awq else "auto_round:auto_gptq",
+        "quant_method": "auto-round",
+        "sym": not awq,
     }
 
 

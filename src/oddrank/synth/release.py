@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import msgspec
 
 from oddrank.errors import OddrankError
-from oddrank.synth import schemes
+from oddrank.synth import integers, schemes
+from oddrank.synth.gemmas import gemma_table
+from oddrank.synth.mixtures import mixture_table
 from oddrank.synth.schemes import Part, Scheme
-from oddrank.synth.sizes import SIZES, Dense, Drafter, Hybrid
+from oddrank.synth.sizes import SIZES, Drafter, Gemma, Hybrid, Mixture, Size
 from oddrank.synth.tables import Logical, dense_table, drafter_table, hybrid_table
 from oddrank.synth.values import MATRICES, matrix_shape
 
@@ -17,7 +19,7 @@ from oddrank.synth.values import MATRICES, matrix_shape
 class Recipe(msgspec.Struct, frozen=True):
     """A format: scheme by tensor kind, for the model and for its MTP layer; what is not named stays bf16.
 
-    stacked, mtp_stacked: experts in two tensors a layer (which are never quantized here). layer_files: a file per
+    stacked, mtp_stacked: experts in two tensors a layer (only gpt-oss's are ever quantized). layer_files: a file per
     layer, as this format's hybrid releases have.
     """
 
@@ -51,20 +53,42 @@ FORMATS: dict[str, Recipe] = {
     ),
     "nvfp4-ct": _nvfp4_ct(schemes.FP8_CHANNEL),
     "nvfp4-ct-block": _nvfp4_ct(schemes.FP8_BLOCK_CT),
+    "int8": Recipe(_every(schemes.INT8_CHANNEL), {}, stacked=False, mtp_stacked=True),
+    "int4-ct": Recipe(_every(integers.packed()), {}, stacked=False, mtp_stacked=True),
+    "int4-ct-asym": Recipe(_every(integers.packed(symmetric=False)), {}, stacked=False, mtp_stacked=True),
+    "int8-ct": Recipe(_every(integers.packed(8, 0)), {}, stacked=False, mtp_stacked=True),
+    "gptq": Recipe(_every(integers.gptq()), {}, stacked=False, mtp_stacked=True),
+    "gptq-int8": Recipe(_every(integers.gptq(8)), {}, stacked=False, mtp_stacked=True),
+    "awq": Recipe(_every(integers.awq()), {}, stacked=False, mtp_stacked=True),
+    "auto-round": Recipe(_every(integers.gptq(index=False)), {}, stacked=False, mtp_stacked=True),
+    "auto-round-awq": Recipe(_every(integers.awq()), {}, stacked=False, mtp_stacked=True),
+    "mxfp8": Recipe(_every(schemes.MXFP8), {}, stacked=False, mtp_stacked=True),
+    "mxfp4-experts": Recipe({"bank": schemes.MXFP4_BLOCKS}, {}, stacked=True, mtp_stacked=True),
+    "fp8-ct": Recipe(_every(schemes.FP8_CHANNEL), _every(schemes.FP8_CHANNEL), stacked=False, mtp_stacked=False),
     "mxfp4": Recipe(
         _every(schemes.MXFP4, "delta_net_gate"), _every(schemes.FP8_CHANNEL_1D), stacked=False, mtp_stacked=False
     ),
 }
 
-_HYBRID = tuple(FORMATS)
+_HYBRID = ("bf16", "fp8-block", "nvfp4-mixed", "nvfp4-ct", "nvfp4-ct-block", "mxfp4")
 PUBLISHED: dict[str, tuple[str, ...]] = {
-    "qwen3_5": _HYBRID,
-    "qwen3_5_moe": _HYBRID,
+    "qwen3_5": (*_HYBRID, "gptq"),
+    "qwen3_5_moe": (*_HYBRID, "awq", "int4-ct"),
     "dflash": ("bf16", "fp8-block"),
-    "llama": ("bf16",),
-    "mistral": ("bf16",),
-    "qwen2": ("bf16",),
-    "qwen3": ("bf16", "fp8-block"),
+    "llama": ("bf16", "int8", "int4-ct", "int4-ct-asym", "int8-ct"),
+    "mistral": ("bf16", "awq"),
+    "qwen2": ("bf16", "gptq", "gptq-int8", "awq"),
+    "qwen3": ("bf16", "fp8-block", "mxfp8", "auto-round", "auto-round-awq"),
+    "qwen3_moe": ("bf16", "fp8-block"),
+    "mixtral": ("bf16",),
+    "phi3": ("bf16",),
+    "gpt_oss": ("bf16", "mxfp4-experts"),
+    "glm4_moe": ("bf16", "fp8-ct"),
+    "qwen3_next": ("bf16", "fp8-block"),
+    "gemma3": ("bf16",),
+    "deepseek_v3": ("bf16", "fp8-block"),
+    "minimax_m2": ("bf16", "fp8-block"),
+    "gemma4": ("bf16",),
 }
 """Family -> the formats it comes in."""
 
@@ -91,13 +115,18 @@ class Release(msgspec.Struct, frozen=True):
     family: str
     format: str
     size_name: str
-    size: Hybrid | Dense | Drafter
+    size: Size
     wrapped: bool
     seed: int
 
     @property
     def recipe(self) -> Recipe:
         return FORMATS[self.format]
+
+    @property
+    def group(self) -> int:
+        """Columns of a scale group where the tool leaves them to its user: so many that heads can be parted."""
+        return min(integers.GROUP, self.size.head_dim)
 
     def logical(self) -> Iterator[Logical]:
         """Every logical tensor."""
@@ -109,16 +138,27 @@ class Release(msgspec.Struct, frozen=True):
                 stacked=recipe.stacked,
                 mtp_stacked=recipe.mtp_stacked,
                 vision=self.wrapped,
+                interleaved=self.family == "qwen3_next",
             )
         if isinstance(size, Drafter):
             return drafter_table(size)
-        return dense_table(size, qkv_bias=self.family == "qwen2", qk_norm=self.family == "qwen3")
+        if isinstance(size, Mixture):
+            return mixture_table(self.family, size)
+        if isinstance(size, Gemma):
+            return gemma_table(self.family, size)
+        return dense_table(
+            size, qkv_bias=self.family == "qwen2", qk_norm=self.family == "qwen3", fused=self.family == "phi3"
+        )
 
     def scheme(self, logical: Logical) -> Scheme | None:
         """How a matrix is stored; None for what is not a matrix and for tensors without a `.weight` to replace."""
+        if logical.kind == "bank":
+            return self.recipe.body.get("bank")
         if logical.kind not in MATRICES or not logical.name.endswith(".weight"):
             return None
         chosen = (self.recipe.mtp if logical.file == "mtp" else self.recipe.body).get(logical.kind, schemes.DENSE)
+        if chosen.regroup is not None:
+            chosen = chosen.regroup(self.group)
         n, k = matrix_shape(logical)
         if k % chosen.multiple:
             raise OddrankError(
@@ -135,6 +175,10 @@ class Release(msgspec.Struct, frozen=True):
                 yield Stored(logical, logical.name, (Part("", "BF16", logical.shape, 0),), None)
             elif scheme is schemes.DENSE:
                 yield Stored(logical, logical.name, (Part("", "BF16", logical.shape, 1),), scheme)
+            elif logical.kind == "bank":
+                experts, k, n = logical.shape  # stored [E, N, K]
+                parts = (p._replace(shape=(experts, *p.shape)) for p in scheme.parts(n, k))
+                yield Stored(logical, logical.name, tuple(parts), scheme)
             else:
                 base = logical.name.removesuffix(".weight")
                 yield Stored(logical, base, scheme.parts(*matrix_shape(logical)), scheme)
@@ -168,20 +212,25 @@ def describe_release(
         if value is not None and value < 1:
             raise OddrankError(f"a model cannot have {value} {name}; give at least 1.")
     full = SIZES[family][size_name]
-    if vision and not isinstance(full, Hybrid):
+    if vision and not family.startswith("qwen3_5"):
         raise OddrankError(f"{family} has no vision tower; leave out --vision.")
     count = full.layers if layers is None else min(layers, full.layers)
     changes: dict[str, object] = {
         "layers": count,
         "vocab": full.vocab if vocab is None else min(vocab, full.vocab),
     }
-    if isinstance(full, Hybrid):
-        if full.experts:
-            kept = full.experts if experts is None else min(experts, full.experts)
-            # a cut model still leaves experts out, as long as it has two
-            chosen = full.chosen if kept == full.experts else max(1, min(full.chosen, kept // 4))
-            changes |= {"experts": kept, "chosen": chosen}
-        if count < full.layers:
-            changes["vision"] = msgspec.structs.replace(full.vision, depth=min(2, full.vision.depth))
+    if isinstance(full, (Hybrid, Mixture, Gemma)) and full.experts:
+        kept = full.experts if experts is None else min(experts, full.experts)
+        # a cut model still leaves experts out, as long as it has two
+        chosen = full.chosen if kept == full.experts else max(1, min(full.chosen, kept // 4))
+        changes |= {"experts": kept, "chosen": chosen}
+        if isinstance(full, Mixture) and kept < full.experts:
+            changes["groups"] = (1, 1)
+    if isinstance(full, Hybrid) and count < full.layers:
+        changes["vision"] = msgspec.structs.replace(full.vision, depth=min(2, full.vision.depth))
+    if isinstance(full, Mixture):
+        changes["dense"] = min(full.dense, count - 1)  # a cut model still has experts
+    if isinstance(full, Gemma):
+        changes["borrowing"] = full.borrowing * count // full.layers
     cut = msgspec.structs.replace(full, **changes)
     return Release(family, format, size_name, cut, vision, seed)

@@ -6,7 +6,7 @@ coverage test does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from oddrank.synth.sizes import Dense, Drafter, Hybrid
@@ -24,22 +24,23 @@ class Logical(NamedTuple):
     file: str
 
 
-def hybrid_table(size: Hybrid, *, wrapped: bool, stacked: bool, mtp_stacked: bool, vision: bool) -> Iterator[Logical]:
-    """Qwen3.5 / 3.6 / 3.8, dense or MoE, with its MTP layer.
+def hybrid_table(
+    size: Hybrid, *, wrapped: bool, stacked: bool, mtp_stacked: bool, vision: bool, interleaved: bool = False
+) -> Iterator[Logical]:
+    """Qwen3.5 / 3.6 / 3.8, dense or MoE, and Qwen3-Next, with its MTP layer.
 
     wrapped: inside a vision-language model. stacked, mtp_stacked: a layer's experts in two tensors, or each by itself.
+    interleaved: the projections of a delta net in two tensors, key head by key head.
     """
     at = "model.language_model" if wrapped else "model"
     h = size.hidden
     yield Logical(f"{at}.embed_tokens.weight", (size.vocab, h), "embedding", "outside")
     for i in range(size.layers):
         full = (i + 1) % 4 == 0
-        mixer = (
-            _gated_attention(size, f"{at}.layers.{i}", f"layers-{i}")
-            if full
-            else _delta_net(size, f"{at}.layers.{i}", f"layers-{i}")
-        )
-        yield from mixer
+        if full:
+            yield from _gated_attention(size, f"{at}.layers.{i}", f"layers-{i}")
+        else:
+            yield from _delta_net(size, f"{at}.layers.{i}", f"layers-{i}", interleaved)
         yield from _feed_forward(size, f"{at}.layers.{i}", f"layers-{i}", stacked)
     yield Logical(f"{at}.norm.weight", (h,), "shifted_norm", "outside")
     if not size.tied:
@@ -64,13 +65,17 @@ def _gated_attention(size: Hybrid, at: str, file: str) -> Iterator[Logical]:
     yield Logical(f"{at}.self_attn.k_norm.weight", (d,), "shifted_norm", file)
 
 
-def _delta_net(size: Hybrid, at: str, file: str) -> Iterator[Logical]:
+def _delta_net(size: Hybrid, at: str, file: str, interleaved: bool) -> Iterator[Logical]:
     h, d = size.hidden, size.gdn_width
     k, v, heads = size.gdn_k_heads * d, size.gdn_v_heads * d, size.gdn_v_heads
-    yield Logical(f"{at}.linear_attn.in_proj_qkv.weight", (k + k + v, h), "delta_net", file)
-    yield Logical(f"{at}.linear_attn.in_proj_z.weight", (v, h), "delta_net", file)
-    yield Logical(f"{at}.linear_attn.in_proj_b.weight", (heads, h), "delta_net_gate", file)
-    yield Logical(f"{at}.linear_attn.in_proj_a.weight", (heads, h), "delta_net_gate", file)
+    if interleaved:
+        yield Logical(f"{at}.linear_attn.in_proj_qkvz.weight", (k + k + v + v, h), "delta_net", file)
+        yield Logical(f"{at}.linear_attn.in_proj_ba.weight", (heads + heads, h), "delta_net_gate", file)
+    else:
+        yield Logical(f"{at}.linear_attn.in_proj_qkv.weight", (k + k + v, h), "delta_net", file)
+        yield Logical(f"{at}.linear_attn.in_proj_z.weight", (v, h), "delta_net", file)
+        yield Logical(f"{at}.linear_attn.in_proj_b.weight", (heads, h), "delta_net_gate", file)
+        yield Logical(f"{at}.linear_attn.in_proj_a.weight", (heads, h), "delta_net_gate", file)
     yield Logical(f"{at}.linear_attn.conv1d.weight", (k + k + v, 1, 4), "conv", file)
     yield Logical(f"{at}.linear_attn.A_log", (heads,), "A_log", file)
     yield Logical(f"{at}.linear_attn.dt_bias", (heads,), "dt_bias", file)
@@ -81,25 +86,33 @@ def _delta_net(size: Hybrid, at: str, file: str) -> Iterator[Logical]:
 def _feed_forward(size: Hybrid, at: str, file: str, stacked: bool) -> Iterator[Logical]:
     h = size.hidden
     if size.mlp is not None:
-        yield from _gated_mlp(f"{at}.mlp", size.mlp, h, "mlp", file)
+        yield from gated_mlp(f"{at}.mlp", size.mlp, h, "mlp", file)
     else:
         yield Logical(f"{at}.mlp.gate.weight", (size.experts, h), "router", file)
         yield Logical(f"{at}.mlp.shared_expert_gate.weight", (1, h), "shared_gate", file)
-        yield from _gated_mlp(f"{at}.mlp.shared_expert", size.shared, h, "shared", file)
+        yield from gated_mlp(f"{at}.mlp.shared_expert", size.shared, h, "shared", file)
         if stacked:
             yield Logical(f"{at}.mlp.experts.gate_up_proj", (size.experts, 2 * size.moe, h), "stacked", file)
             yield Logical(f"{at}.mlp.experts.down_proj", (size.experts, h, size.moe), "stacked", file)
         else:
             for e in range(size.experts):
-                yield from _gated_mlp(f"{at}.mlp.experts.{e}", size.moe, h, "expert", file)
+                yield from gated_mlp(f"{at}.mlp.experts.{e}", size.moe, h, "expert", file)
     yield Logical(f"{at}.input_layernorm.weight", (h,), "shifted_norm", file)
     yield Logical(f"{at}.post_attention_layernorm.weight", (h,), "shifted_norm", file)
 
 
-def _gated_mlp(at: str, width: int, h: int, kind: str, file: str) -> Iterator[Logical]:
-    yield Logical(f"{at}.gate_proj.weight", (width, h), kind, file)
-    yield Logical(f"{at}.up_proj.weight", (width, h), kind, file)
-    yield Logical(f"{at}.down_proj.weight", (h, width), kind, file)
+def gated_mlp(
+    at: str,
+    width: int,
+    h: int,
+    kind: str,
+    file: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Logical]:
+    gate, up, down = names
+    yield Logical(f"{at}.{gate}.weight", (width, h), kind, file)
+    yield Logical(f"{at}.{up}.weight", (width, h), kind, file)
+    yield Logical(f"{at}.{down}.weight", (h, width), kind, file)
 
 
 def _vision(size: Hybrid) -> Iterator[Logical]:
@@ -128,11 +141,14 @@ def _vision(size: Hybrid) -> Iterator[Logical]:
     yield from linear("merger.linear_fc2", (size.hidden, merged))
 
 
-def dense_table(size: Dense, *, qkv_bias: bool = False, qk_norm: bool = False) -> Iterator[Logical]:
-    """Llama, Mistral, Qwen2 (qkv_bias) and Qwen3 (qk_norm)."""
+def dense_table(
+    size: Dense, *, qkv_bias: bool = False, qk_norm: bool = False, fused: bool = False
+) -> Iterator[Logical]:
+    """Llama, Mistral, Qwen2 (qkv_bias), Qwen3 (qk_norm) and Phi-3 (fused: q|k|v and gate|up in one tensor each)."""
     yield Logical("model.embed_tokens.weight", (size.vocab, size.hidden), "embedding", "outside")
     for i in range(size.layers):
-        yield from _dense_layer(size, f"model.layers.{i}", f"layers-{i}", qkv_bias, qk_norm)
+        layer = _dense_layer(size, f"model.layers.{i}", f"layers-{i}", qkv_bias, qk_norm)
+        yield from _fused(layer) if fused else layer
     yield Logical("model.norm.weight", (size.hidden,), "norm", "outside")
     if not size.tied:
         yield Logical("lm_head.weight", (size.vocab, size.hidden), "lm_head", "outside")
@@ -149,9 +165,18 @@ def _dense_layer(size: Dense | Drafter, at: str, file: str, qkv_bias: bool, qk_n
     if qk_norm:
         yield Logical(f"{at}.self_attn.q_norm.weight", (d,), "norm", file)
         yield Logical(f"{at}.self_attn.k_norm.weight", (d,), "norm", file)
-    yield from _gated_mlp(f"{at}.mlp", size.mlp, h, "mlp", file)
+    yield from gated_mlp(f"{at}.mlp", size.mlp, h, "mlp", file)
     yield Logical(f"{at}.input_layernorm.weight", (h,), "norm", file)
     yield Logical(f"{at}.post_attention_layernorm.weight", (h,), "norm", file)
+
+
+def _fused(layer: Iterable[Logical]) -> Iterator[Logical]:
+    """A layer with its q, k and v one after another in one tensor, and its gate and up."""
+    by_leaf = {t.name.split(".")[-2]: t for t in layer}
+    for parts, fused in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")):
+        first, rows = by_leaf[parts[0]], sum(by_leaf.pop(p).shape[0] for p in parts)
+        yield Logical(first.name.replace(parts[0], fused), (rows, *first.shape[1:]), first.kind, first.file)
+    yield from by_leaf.values()
 
 
 def drafter_table(size: Drafter) -> Iterator[Logical]:

@@ -30,8 +30,9 @@ _POWER = math.sqrt((4**_SPREAD - 4**-_SPREAD) / (2 * _SPREAD * math.log(4)))
 
 MATRICES = frozenset(
     (
-        "attention", "delta_net", "delta_net_gate", "mlp", "shared", "expert", "stacked", "router", "shared_gate",
-        "lm_head", "embedding", "mtp_fc", "draft_fc", "kernel_projection", "selector", "vision",
+        "attention", "delta_net", "delta_net_gate", "mlp", "shared", "expert", "stacked", "bank", "router",
+        "shared_gate", "lm_head", "embedding", "mtp_fc", "draft_fc", "kernel_projection", "selector", "projection",
+        "vision",
     )
 )  # fmt: skip
 

@@ -22,6 +22,7 @@ from oddrank.synth.configs import config
 from oddrank.synth.numbers import Words, to_bf16
 from oddrank.synth.quantization import hf_quant_config
 from oddrank.synth.release import Release, Stored
+from oddrank.synth.schemes import Scheme
 from oddrank.synth.values import MATRICES, bound, matrix_rows, matrix_shape, vector
 
 INDEX = "model.safetensors.index.json"
@@ -78,8 +79,10 @@ def encode(stored: Stored, seed: int) -> dict[str, Words]:
         scheme = schemes.DENSE
     limit = bound(logical, seed)
     names = stored.names()
+    if logical.kind == "bank" and scheme is not schemes.DENSE:
+        return _encode_bank(stored, scheme, seed)
     out = {n: np.empty(p.shape, STORAGE[p.dtype]) for n, p in zip(names, stored.parts, strict=True)}
-    for name, whole in zip(names, scheme.constants(limit), strict=True):
+    for name, whole in zip(names, scheme.constants(*matrix_shape(logical), limit), strict=True):
         if whole is not None:
             out[name][...] = whole
     dense = scheme is schemes.DENSE
@@ -89,8 +92,19 @@ def encode(stored: Stored, seed: int) -> dict[str, Words]:
                 continue
             target = out[name].reshape(matrix_shape(logical)) if dense else out[name]
             first = start // max(part.by_row, 1)
-            target[first : first + len(encoded)] = encoded
+            np.moveaxis(target, part.rows, 0)[first : first + encoded.shape[part.rows]] = np.moveaxis(
+                encoded, part.rows, 0
+            )
     return out
+
+
+def _encode_bank(stored: Stored, scheme: Scheme, seed: int) -> dict[str, Words]:
+    """Stacked experts [E, K, N], each encoded as [N, K]."""
+    experts, k, n = stored.logical.shape
+    whole = np.concatenate([rows for _, rows in matrix_rows(stored.logical, seed)]).reshape(experts, k, n)
+    made = [scheme.encode(np.ascontiguousarray(expert.T), 0.0) for expert in whole]
+    words = [np.stack([w for w in part if w is not None]) for part in zip(*made, strict=True)]
+    return dict(zip(stored.names(), words, strict=True))
 
 
 def write_checkpoint(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from typing import Any
 
 from oddrank.families import families
@@ -24,7 +26,8 @@ def virtual_config(plan: Plan, config: dict[str, Any], reader: str | None = None
         text = text[key]
     counts = plan.virtual().counts()
     for key, axis in plan.model.config_axes:
-        text[key] = counts[axis]
+        *path, last = key.split(".")
+        functools.reduce(operator.getitem, path, text)[last] = counts[axis]
     text.update(plan.model.config_fixed)
     quantization = virtual_quantization(plan, result.get("quantization_config"))
     if quantization is not None:

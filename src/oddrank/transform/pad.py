@@ -107,7 +107,7 @@ def pad(
         for name in checkpoint.other_files():
             if name not in ("config.json", RECORD):
                 records.append(directory.done(name) or directory.copy(name, checkpoint.other_file(name)))
-        note = {"oddrank": __version__, "source": checkpoint.path.name, "files": records, "plan": plan}
+        note = {"oddrank": __version__, "source": checkpoint.name, "files": records, "plan": plan}
         directory.write_bytes(RECORD, msgspec.json.format(msgspec.json.encode(note), indent=1))
         path = directory.finish()
     changed = sum(not r.unchanged for r in made.values())
@@ -163,13 +163,14 @@ def _write_tensor(
             if progress is not None:
                 progress(len(piece))
         return
-    source = checkpoint.array(name)
+    source, beside = checkpoint.array(name), recipe.beside(name)
+    points = None if beside is None else checkpoint.array(beside)
     row = max(1, int(np.prod(recipe.shape[1:], dtype=np.int64)) * STORAGE[recipe.dtype].itemsize)
     rows = max(1, CHUNK // row)
     buffer = np.empty((min(rows, recipe.shape[0]), *recipe.shape[1:]), dtype=STORAGE[recipe.dtype])
     for start in range(0, recipe.shape[0], rows):
         part = buffer[: min(rows, recipe.shape[0] - start)]
-        apply_rows(recipe, source, start, part)
+        apply_rows(recipe, source, start, part, points)
         writer.write(name, part)
         if progress is not None:
             progress(part.nbytes)

@@ -106,18 +106,24 @@ class RankSlice:
 
     def read_into(self, name: str, out: Words) -> None:
         """Copy the rank's part of a stored tensor into `out`: STORAGE dtype, `shape(name)`, any strides."""
-        if self._checkpoint is None:
-            raise OddrankError(f"this slice has no checkpoint to read {name} from.")
         recipe = self._recipes[name]
         if out.shape != recipe.shape:
             raise ValueError(f"{name}: out is {list(out.shape)}, the slice is {list(recipe.shape)}")
-        apply(recipe, self._checkpoint.array(name), out)
+        apply(recipe, self._source(name), out, self._beside(name))
 
     def read_rows_into(self, name: str, start: int, out: Words) -> None:
         """Copy rows start, start + 1, ... of the rank's part of a stored tensor into `out`, as many as it has."""
+        apply_rows(self._recipes[name], self._source(name), start, out, self._beside(name))
+
+    def _source(self, name: str) -> Words:
         if self._checkpoint is None:
             raise OddrankError(f"this slice has no checkpoint to read {name} from.")
-        apply_rows(self._recipes[name], self._checkpoint.array(name), start, out)
+        return self._checkpoint.array(name)
+
+    def _beside(self, name: str) -> Words | None:
+        """The zero points that a stored tensor's dummy columns are made of, where they are."""
+        beside = self._recipes[name].beside(name)
+        return None if beside is None else self._source(beside)
 
 
 def _groups(plan: Plan) -> dict[str, str]:

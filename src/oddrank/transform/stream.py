@@ -19,7 +19,7 @@ import numpy as np
 from oddrank.checkpoint.dtypes import STORAGE
 from oddrank.errors import OddrankError
 from oddrank.layout.plan import Plan
-from oddrank.transform.recipe import Recipe, made_recipes, materialize
+from oddrank.transform.recipe import Recipe, Words, made_recipes, materialize, passed_names
 
 T = TypeVar("T")
 
@@ -53,15 +53,20 @@ class Stream(Iterable[tuple[str, T]]):
         self.plan, self._tensors, self._coverage, self._optional = plan, tensors, coverage, optional
         self._recipes: dict[str, tuple[Recipe, Tally]] = {}
         self.tallies: list[Tally] = []
+        self._beside: dict[str, str] = {}  # tensors that others are made of, too -> those others
         self._ignored = re.compile("|".join(plan.model.ignored) or r"(?!)")
+        self._passed = set(passed_names(plan))
         self._aliases = {n for role in plan.model.roles if role.tied_to is not None for n in role.instances()}
         for made in made_recipes(plan, plan.virtual()):
             tally = Tally(made.what, len(made.names), made.recipe.source_shape, made.recipe.shape)
             self.tallies.append(tally)
             self._recipes.update(dict.fromkeys(made.names, (made.recipe, tally)))
+            if made.recipe.zeros is not None:
+                self._beside.update({made.recipe.zeros.beside(name): name for name in made.names})
 
     def __iter__(self) -> Iterator[tuple[str, T]]:
         seen: set[str] = set()
+        held: dict[str, T] = {}  # zero points that came before their values, and values before their zero points
         for tally in self.tallies:
             tally.count = 0
         for name, tensor in self._tensors:
@@ -87,12 +92,21 @@ class Stream(Iterable[tuple[str, T]]):
                 self._complain(f"{name} came twice.")
             seen.add(name)
             tally.count += 1
-            yield name, (tensor if recipe.unchanged else transformed(recipe, tensor))
+            beside, values = recipe.beside(name), self._beside.get(name)
+            if beside is not None and beside not in held:
+                held[name] = tensor
+                continue
+            made = tensor if recipe.unchanged else transformed(recipe, tensor, held.pop(beside or "", None))
+            yield name, made
+            if values in held:
+                yield values, transformed(self._recipes[values][0], held.pop(values), tensor)
+            elif values is not None:
+                held[name] = tensor
         self._finish(seen)
 
     def _accounted(self, name: str) -> bool:
-        """Does the family account for a tensor without a role: ignored, or a stored copy of a tied one?"""
-        return name in self._aliases or self._ignored.fullmatch(name) is not None
+        """Is a tensor without a role ignored, a stored copy of a tied one, or what a tool writes beside a format?"""
+        return name in self._aliases or name in self._passed or self._ignored.fullmatch(name) is not None
 
     def _finish(self, seen: set[str]) -> None:
         """Compare the tally with what the config implies."""
@@ -129,16 +143,22 @@ def stream(
     return Stream(plan, tensors, coverage)
 
 
-def transformed(recipe: Recipe, tensor: Any) -> Any:
-    """A changed tensor as a new one of the same kind (numpy array, torch tensor on the CPU) and dtype."""
+def transformed(recipe: Recipe, tensor: Any, beside: Any = None) -> Any:
+    """A changed tensor as a new one of the same kind (numpy array, torch tensor on the CPU) and dtype. beside: the
+    source of `recipe.beside`, where it has one."""
+    made = materialize(recipe, _words(tensor), None if beside is None else _words(beside))
     if isinstance(tensor, np.ndarray):
-        return materialize(recipe, tensor.view(_CARRIERS[tensor.dtype.itemsize])).view(tensor.dtype)
-    torch = _torch_of(tensor)
-    dtype = tensor.dtype
-    # numpy knows neither bfloat16 nor float8: their words travel as unsigned integers
-    carrier = getattr(torch, _CARRIERS[dtype.itemsize])
-    source = (tensor.detach() if tensor.requires_grad else tensor).view(carrier).numpy()
-    return torch.from_numpy(materialize(recipe, source)).view(dtype)
+        return made.view(tensor.dtype)
+    return _torch_of(tensor).from_numpy(made).view(tensor.dtype)
+
+
+def _words(tensor: Any) -> Words:
+    """A view of the tensor's words. numpy knows neither bfloat16 nor float8: they travel as unsigned integers."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.view(_CARRIERS[tensor.dtype.itemsize])
+    carrier = getattr(_torch_of(tensor), _CARRIERS[tensor.dtype.itemsize])
+    found: Words = (tensor.detach() if tensor.requires_grad else tensor).view(carrier).numpy()
+    return found
 
 
 _CARRIERS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}

@@ -2,23 +2,27 @@
 
 Written from the formats' definitions: e4m3 is torch's own; e2m1 lies two a byte, the low nibble first, and e8m0 is
 2^(code - 127) (OCP Microscaling 1.0); scales multiply, except compressed-tensors' `weight_global_scale`, which divides.
+Integers in 32-bit words are in integers.py. gpt-oss keeps stacked experts as `_blocks` and `_scales`, and transformers
+their numbers as [E, K, N].
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oddrank.errors import OddrankError
+from oddrank.verify import integers
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 _OVER_ALL = ("weight_scale_2", "weight_global_scale")
-_OTHERS = ("input_scale", "input_global_scale")  # of activations, which the oracle does not quantize
+_OTHERS = ("input_scale", "input_global_scale", "input_zero_point")  # of activations, which the oracle leaves alone
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -50,7 +54,18 @@ def plain_state(model: str | os.PathLike[str], quantization: Mapping[str, Any], 
     state: dict[str, Tensor] = {}
     for name, file in where.items():
         base, _, leaf = name.rpartition(".")
-        if leaf in (*_SCALES, *_OVER_ALL, *_OTHERS):
+        if leaf in (*_SCALES, *_OVER_ALL, *_OTHERS, *integers.COMPANIONS) or leaf.endswith("_proj_scales"):
+            continue
+        if leaf in ("qweight", "weight_packed"):
+            packed = integers.decoded(partial(_tensor, where, base), quantization)
+            if packed is not None:
+                state[f"{base}.weight"] = packed.to(to)
+                continue
+        if leaf.endswith("_proj_blocks"):
+            dense = name.removesuffix("_blocks")
+            scales = where[f"{dense}_scales"].get_tensor(f"{dense}_scales")
+            whole = _decoded(name, file.get_tensor(name).flatten(-2).flatten(0, 1), scales.flatten(0, 1), block)
+            state[dense] = whole.reshape(*scales.shape[:2], -1).transpose(1, 2).contiguous().to(to)
             continue
         scale = next((s for s in _SCALES if f"{base}.{s}" in where), None)
         if scale is None or leaf not in ("weight", "weight_packed"):
@@ -65,6 +80,11 @@ def plain_state(model: str | os.PathLike[str], quantization: Mapping[str, Any], 
     return state
 
 
+def _tensor(where: Mapping[str, Any], base: str, leaf: str) -> Tensor | None:
+    name = f"{base}.{leaf}"
+    return where[name].get_tensor(name) if name in where else None
+
+
 def _decoded(name: str, values: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     """Values times their scales, in float64."""
     import torch
@@ -74,20 +94,18 @@ def _decoded(name: str, values: Tensor, scale: Tensor, block: tuple[int, int]) -
         table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], dtype=torch.float64)
         codes = torch.stack([values & 15, values >> 4], -1).flatten(-2)
         numbers = table[codes.long()]
-    elif values.dtype == torch.float8_e4m3fn:
+    elif values.dtype in (torch.float8_e4m3fn, torch.int8):
         numbers = values.double()
     else:
         raise OddrankError(
             f"{name} is {values.dtype} with a scale, which the oracle cannot decode, so nothing can be verified."
         )
     n, k = numbers.shape[-2:]
-    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        held = torch.exp2(scale.view(torch.uint8).double() - 127)
-    else:
-        held = scale.double()
+    powers = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    held = torch.exp2(scale.view(torch.uint8).double() - 127) if powers else scale.double()
     if held.numel() == 1:
         return numbers * held.reshape(())
     if held.dim() == 1:
         return numbers * held[:, None]
-    rows, columns = (1, k // held.shape[1]) if four or held.shape == (n, 1) else block
+    rows, columns = (1, k // held.shape[1]) if four or powers or held.shape == (n, 1) else block
     return numbers * held.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]

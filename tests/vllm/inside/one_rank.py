@@ -59,7 +59,9 @@ def any_kernel() -> Iterator[None]:
     patches = []
     for module in [m for n, m in sys.modules.items() if n.startswith("vllm.") and m is not None]:
         for name in [n for n in vars(module) if n in chosen]:
-            patches.append(mock.patch.object(module, name, lambda *_, **__: mock.MagicMock()))
+            patches.append(mock.patch.object(module, name, lambda *_, **__: mock.MagicMock(__name__="stand-in")))
+        if hasattr(module, "verify_marlin_supported"):  # asks for a GPU
+            patches.append(mock.patch.object(module, "verify_marlin_supported"))
         for name in [n for n in vars(module) if n.startswith("select_") and n.endswith("_moe_backend")]:
             patches.append(mock.patch.object(module, name, partial(_first, getattr(module, name))))
     for patch in patches:

@@ -60,6 +60,27 @@ def test_every_format_is_accepted(
         assert full == set(its.values()) and len(full) == 1
 
 
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("qwen2", "gptq"), ("qwen2", "gptq-int8"), ("mistral", "awq"), ("qwen3", "auto-round"),
+        ("qwen3", "auto-round-awq"), ("llama", "int4-ct"), ("llama", "int4-ct-asym"), ("llama", "int8-ct"),
+        ("llama", "int8"), ("qwen3", "mxfp8"), ("qwen3_5", "gptq"), ("qwen3_5_moe", "int4-ct"),
+    ],
+)  # fmt: skip
+def test_integers_are_accepted(
+    family: str, form: str, planned: object, synthetic: Callable[..., Path], configured: Callable[..., Any]
+) -> None:
+    """Every byte of every rank's parameters is written, by vLLM's loaders, from streams of padded words and groups."""
+    config = configured(synthetic(family, form), 3, dtype="bfloat16")
+    plan = marker.plan_of(config.model_config.hf_config)
+    assert plan is not None and plan.tp == 3
+    for rank in range(3):
+        with rank_of(rank, 3), any_kernel():
+            model, loaded = load(config, config.model_config)
+            assert loaded and not not_loaded(model, loaded)
+
+
 def test_a_dflash2_drafter_is_accepted_with_its_target(
     planned: object,
     synthetic: Callable[..., Path],

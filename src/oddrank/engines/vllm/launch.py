@@ -21,12 +21,7 @@ def serve(arguments: Sequence[str], settings: Mapping[str, str]) -> None:
     is not installed, or where vLLM was told to leave the plugin out."""
     environment = {**os.environ, **settings, "ODDRANK": "1"}
     Settings.from_environment(environment)
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:  # a mere folder of that name is found too
-        raise OddrankError(
-            "vLLM is not installed in this Python environment. Install it (pip install vllm) beside oddrank, in the "
-            "same environment; the plugin is found by vLLM from there."
-        )
+    find_vllm()
     allowed = left_out(environment)
     if allowed is not None:
         raise OddrankError(
@@ -39,6 +34,16 @@ def serve(arguments: Sequence[str], settings: Mapping[str, str]) -> None:
     else:
         sys.argv = [API_SERVER, *_as_options(arguments)]
         runpy.run_module(API_SERVER, run_name="__main__", alter_sys=True)
+
+
+def find_vllm() -> None:
+    """Raises OddrankError where vLLM is not installed."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:  # a mere folder of that name is found too
+        raise OddrankError(
+            "vLLM is not installed in this Python environment. Install it (pip install vllm) beside oddrank, in the "
+            "same environment; the plugin is found by vLLM from there."
+        )
 
 
 def _has_command() -> bool:

@@ -81,20 +81,21 @@ def check_attention(model: Any, plan: Plan) -> None:
     """
     from vllm.model_executor.layers.attention import Attention
 
-    kv, head_dim = plan.model.kv, dict(plan.model.config_fixed).get("head_dim")
-    if kv is None or head_dim is None:
-        return
-    leaders = {p.leader: p.follower for p in plan.model.pairs}
     planned = plan.virtual().counts()
-    q, k = planned[leaders[kv.axis]] // plan.tp, max(1, planned[kv.axis] // plan.tp)
+    wanted = {
+        (planned[cache.readers] // plan.tp, max(1, planned[cache.axis] // plan.tp), cache.width // 2)
+        for cache in plan.model.kv
+        if cache.axis is not None  # a latent that all heads share is no layer of this class
+    }
     for name, layer in model.named_modules():
-        if not isinstance(layer, Attention):
+        if not isinstance(layer, Attention) or not wanted:
             continue
         has = (layer.num_heads, layer.num_kv_heads, layer.head_size)
-        if has != (q, k, head_dim):
+        if has not in wanted:
+            planned_sizes = " or ".join(f"{q}, {k} and {d}" for q, k, d in sorted(wanted))
             raise OddrankError(
                 f"{type(model).__name__} built {name} with {has[0]} query heads, {has[1]} KV heads and head_dim "
-                f"{has[2]} per rank; the plan of {plan.name} at TP={plan.tp} has {q}, {k} and {head_dim}. This "
+                f"{has[2]} per rank; the plan of {plan.name} at TP={plan.tp} has {planned_sizes}. This "
                 "model code does not read the sizes from the config fields that the plan changes, so it cannot run "
                 "it; try --model-impl transformers, whose code does, or pad the checkpoint on disk (oddrank pad)."
             )

@@ -20,7 +20,8 @@ def _powers(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 class Mxfp4Decoder(Decoder):
     def dequantize(self, stored: Parts, dtype: torch.dtype) -> Tensor:
-        values, suffix = unpack(stored[self.values], dtype), self.format.stored[1].suffix
+        packed, suffix = stored[self.values], self.format.stored[1].suffix
+        values = unpack(packed.flatten(-2) if self.format.stored[0].inner else packed, dtype)
         codes = stored[suffix]
         scale = _powers(dtype, codes.device).index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
         return values.mul_(self.spread(suffix, scale, *values.shape[-2:]))

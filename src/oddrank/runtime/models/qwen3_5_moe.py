@@ -7,7 +7,7 @@ from torch import Tensor
 
 from oddrank.checkpoint.config import ConfigView
 from oddrank.errors import OddrankError
-from oddrank.families.gated_delta import Experts as ExpertSizes
+from oddrank.families.experts import Experts as ExpertSizes
 from oddrank.runtime.experts import Experts
 from oddrank.runtime.layers.gated import activation
 from oddrank.runtime.layers.kernels import Rows

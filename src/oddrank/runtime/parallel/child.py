@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from oddrank.errors import CheckFailedError, OddrankError
+from oddrank.runtime.logs import JsonFormatter
 from oddrank.runtime.topology import Placement, clamp
 
 MESSAGE, RESULT, ERROR = b"m", b"r", b"e"  # the first byte of what a rank sends
@@ -28,6 +29,7 @@ class Start(msgspec.Struct, frozen=True):
     device: str
     placement: Placement
     call: bytes  # the pickled target and its arguments
+    log_json: bool = False
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -71,7 +73,7 @@ def main(line: Connection, lifeline: int) -> None:
     threading.Thread(target=_die_with_launcher, args=(lifeline, os.getppid()), daemon=True).start()
     start: Start = pickle.loads(line.recv_bytes())
     group = None
-    _log_to_stderr(start.rank, start.size)
+    _log_to_stderr(start.rank, start.size, start.log_json)
     kept = clamp(start.placement)  # before torch starts threads: they inherit it
     log.info("%s%s", start.placement.describe(), "" if kept else "; not pinned, which this system does not allow")
     try:
@@ -93,11 +95,12 @@ def main(line: Connection, lifeline: int) -> None:
     line.close()
 
 
-def _log_to_stderr(rank: int, size: int) -> None:
+def _log_to_stderr(rank: int, size: int, as_json: bool) -> None:
     """oddrank's log records, each with its rank; ODDRANK_LOG names the least level that is shown (default: info)."""
     level = os.environ.get("ODDRANK_LOG", "").upper()
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"rank {rank} of {size}: %(message)s"))
+    plain = logging.Formatter(f"rank {rank} of {size}: %(message)s")
+    handler.setFormatter(JsonFormatter(rank=rank, ranks=size) if as_json else plain)
     ours = logging.getLogger("oddrank")
     ours.addHandler(handler)
     ours.setLevel(level if level in logging.getLevelNamesMapping() else logging.INFO)

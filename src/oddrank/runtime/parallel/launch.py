@@ -51,7 +51,7 @@ class Ranks:
     `group` is what `connect` gives; `link` is the rank's end of the line (`child.Link`). With `device`
     "cuda", rank r is on cuda:r. Every rank is kept on a slice of the cores of its own (`placements`, see
     `topology.place`) and computes with `threads` threads there, by default one a core. What ranks print goes to
-    standard error, and so do their logs: each says where it computes.
+    standard error, and so do their logs (`log_json`: each line an object): each says where it computes.
 
     A rank that raises or dies ends all the others at once, and whatever this process then does with the
     `Ranks` raises one `OddrankError` that names the rank and says what happened to it. Leaving the `with`
@@ -65,6 +65,7 @@ class Ranks:
         *args: Any,
         device: str = "cpu",
         threads: int | None = None,
+        log_json: bool = False,
     ) -> None:
         if size < 1:
             raise OddrankError(f"At least one rank is needed, and {size} were asked for.")
@@ -82,7 +83,7 @@ class Ranks:
         try:
             for rank in range(size):
                 where = f"cuda:{rank}" if device == "cuda" else device
-                self._start(Start(rank, size, rendezvous, where, self.placements[rank], call))
+                self._start(Start(rank, size, rendezvous, where, self.placements[rank], call, log_json))
         except BaseException:
             self._kill()
             raise

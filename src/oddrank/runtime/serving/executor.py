@@ -175,7 +175,7 @@ def make_executor(model: Llama, options: ServingOptions, free: int) -> tuple[Exe
     budget = free // 2 if options.kv_bytes is None else options.kv_bytes + (options.running + snapshots) * state
     snapshots = min(snapshots, max(0, budget // 4 // max(1, state)))
     page = PagedCache.token_nbytes(one) * options.page
-    left = budget - (options.running + snapshots) * state
+    left = budget - (options.running + snapshots) * state if options.kv_bytes is None else options.kv_bytes
     most = options.running * -(-length // options.page)
     pages = min(most, left // page) if page else most
     told = group.all_gather(torch.tensor([pages], device=group.device), 0)

@@ -140,6 +140,11 @@ class Snapshots:
     def __contains__(self, key: Key) -> bool:
         return key in self._place
 
+    @property
+    def unwritten(self) -> int:
+        """Places that were reserved and not remembered: none between two steps, unless one got lost."""
+        return self.count - len(self._free) - len(self._place)
+
     def find(self, keys: Sequence[Key]) -> int:
         """The longest of these prefixes (as a number of pages) that has one; 0: none."""
         for length in range(len(keys), 0, -1):

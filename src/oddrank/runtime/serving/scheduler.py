@@ -25,7 +25,7 @@ _LONG_PROMPTS = 4
 @dataclass(eq=False)
 class Request:
     """One sequence. tokens: the prompt, then what was generated. limit: how many of both there may be. all_logits: the
-    logits after every token of the prompt are wanted, so none of it is reused."""
+    logits after every token of the prompt are wanted, so none of it is reused; they are not once they are known."""
 
     id: int
     tokens: list[int]
@@ -110,6 +110,11 @@ class Scheduler:
     def running(self) -> int:
         """Requests in memory."""
         return len(self.filling) + len(self.generating)
+
+    @property
+    def slots_held(self) -> int:
+        """As many as requests are in memory, unless one got lost."""
+        return self.slots - len(self._free_slots)
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""

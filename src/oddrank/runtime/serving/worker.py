@@ -104,6 +104,8 @@ class _Asked:
             all_logits=submit.prompt_top is not None,
         )  # fmt: skip
         self.told = False
+        self.scored = 0
+        """Of the prompt, tokens whose logprobs are told, the first counted, which has none."""
 
 
 class Leader:
@@ -118,14 +120,13 @@ class Leader:
         self._ordering = Ordering()
         self._asked: dict[int, _Asked] = {}
         self._queried = self._reused = 0
-        self._stats = Stats(0, 0, self.pages.count, 0)
         self._since = self._in_model = 0.0  # when the step began; seconds of it in the model
 
     def run(self) -> None:
         group = self.executor.model.group
-        failed: list[Failed] = []
         while True:
-            if not self.scheduler and not failed:
+            failed: list[Failed] = []
+            if not self.scheduler:
                 message = self.link.receive()
                 self._since = time.perf_counter()
                 if not self._take(message, failed):
@@ -138,11 +139,9 @@ class Leader:
             if ended:
                 break
             if self.scheduler:
-                chosen, scored = self.step(failed)
-                self.link.send(Update(chosen, scored, failed, self._stats))
-            elif failed:
-                self.link.send(Update([], [], failed, self._stats))
-            failed = []
+                self.link.send(self.step(failed))
+            else:  # all that came was refused, or cancelled
+                self.link.send(Update([], [], failed, self._stats()))
         if group.size > 1:
             group.broadcast(None)
 
@@ -164,8 +163,8 @@ class Leader:
         self._asked[message.id] = asked
         return True
 
-    def step(self, failed: list[Failed]) -> tuple[list[Chosen], list[Scored]]:
-        """One step of all ranks."""
+    def step(self, failed: list[Failed]) -> Update:
+        """One step of all ranks. failed: requests that are refused already; those that fail in the step join them."""
         self._in_model = 0.0
         work = self.scheduler.next_work()
         order, group, executor = self._ordering(work), self.executor.model.group, self.executor
@@ -188,7 +187,9 @@ class Leader:
                 tokens += self._choose(rows, [p for _, p in ends], chosen, failed)
         self.scheduler.done(work, tokens)
         self._count(work)
-        return chosen, scored
+        through = sum(len(p.tokens) for p in work.pieces())
+        before, self._since = self._since, time.perf_counter()
+        return Update(chosen, scored, failed, self._stats(self._since - before, through, self._in_model))
 
     def _timed(self, work: Callable[[], T]) -> T:
         """The result of work, which is the model's."""
@@ -257,20 +258,30 @@ class Leader:
             group.broadcast(jobs)
         found = []
         for index, following, top in jobs:
-            piece = pieces[index]
+            piece, asked = pieces[index], self._asked[pieces[index].request.id]
             logprobs, tops = filled.scores(index, following, top)
-            ended = piece.ends and self._asked[piece.request.id].sampling.max_tokens == 0
-            found.append(Scored(piece.request.id, piece.start + 1, logprobs, tops, "length" if ended else ""))
+            start, end = piece.start + 1, piece.start + 1 + len(logprobs)
+            known = max(0, asked.scored - start)  # told before it had to give way
+            ended = piece.ends and asked.sampling.max_tokens == 0
+            if end > asked.scored or ended:
+                finish = "length" if ended else ""
+                found.append(Scored(piece.request.id, start + known, logprobs[known:], tops[known:], finish))
+                asked.scored = end
+            if piece.ends:
+                piece.request.all_logits = False  # should it start again, they are not wanted
         return found
 
     def _count(self, work: Work) -> None:
-        s, before = self.scheduler, self._since
-        self._since = time.perf_counter()
         for piece in work.prompts:
             if piece.ends and not piece.request.preempted:
                 self._queried += piece.request.prompt
                 self._reused += piece.request.reused
-        self._stats = Stats(
-            len(s.waiting), s.running, self.pages.count, self.pages.held, self.pages.remembered, self._since - before,
-            sum(len(p.tokens) for p in work.pieces()), s.preempted, self._queried, self._reused, self._in_model,
+
+    def _stats(self, seconds: float = 0.0, tokens: int = 0, model: float = 0.0) -> Stats:
+        """As things are. seconds, tokens, model: of the step that has just been, if one has."""
+        s, kept = self.scheduler, self.scheduler.snapshots
+        return Stats(
+            len(s.waiting), s.running, self.pages.count, self.pages.held, self.pages.remembered, seconds, tokens,
+            s.preempted, self._queried, self._reused, s.slots_held,
+            0 if kept is None else len(kept), 0 if kept is None else kept.unwritten, model,
         )  # fmt: skip

@@ -7,6 +7,7 @@ most is asked for first, and what a server refuses is left out from then on.
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -204,14 +205,15 @@ def _tokens(logprobs: dict[str, Any] | None, ids: list[int] | None) -> list[Toke
     found = []
     if logprobs and logprobs.get("content"):  # chat, and some servers' completions
         for entry in logprobs["content"]:
-            top = [Candidate(t["token"], float(t["logprob"]), t.get("id")) for t in entry.get("top_logprobs") or []]
-            found.append(Token(entry["token"], entry.get("id"), float(entry["logprob"]), _likeliest(top)))
+            top = [Candidate(_text(t), _nats(t["logprob"]), t.get("id")) for t in entry.get("top_logprobs") or []]
+            own = Token(_text(entry), entry.get("id"), _nats(entry["logprob"]), _likeliest(top))
+            found.append(Token(own.text) if _of_several(own) else own)
     elif logprobs and logprobs.get("tokens"):
         texts = logprobs["tokens"]
         tops = logprobs.get("top_logprobs") or [None] * len(texts)
         for text, logprob, top in zip(texts, logprobs["token_logprobs"], tops, strict=True):
-            candidates = [Candidate(t, float(p)) for t, p in (top or {}).items()]
-            found.append(Token(text, None, None if logprob is None else float(logprob), _likeliest(candidates)))
+            candidates = [Candidate(t, _nats(p)) for t, p in (top or {}).items()]
+            found.append(Token(text, None, None if logprob is None else _nats(logprob), _likeliest(candidates)))
     if ids is None:
         return found
     if not found:
@@ -219,6 +221,26 @@ def _tokens(logprobs: dict[str, Any] | None, ids: list[int] | None) -> list[Toke
     if len(ids) != len(found):  # some servers leave the end token out of one of the two
         return found
     return [Token(t.text, int(i), t.logprob, t.top) for t, i in zip(found, ids, strict=True)]
+
+
+def _of_several(token: Token) -> bool:
+    """Whether an entry is a character of several tokens, with the id and the candidates of the last (llama.cpp)."""
+    return token.id is not None and any(c.id == token.id and c.text != token.text for c in token.top)
+
+
+def _text(entry: dict[str, Any]) -> str:
+    """A token's text. Of part of a character, which has none, its bytes: \\xe6."""
+    data = entry.get("bytes")
+    if not data or "\ufffd" not in entry["token"]:
+        return str(entry["token"])
+    return bytes(data).decode("utf-8", errors="backslashreplace")
+
+
+def _nats(value: Any) -> float:
+    """ValueError for what is no logprob: a comparison with NaN would find nothing."""
+    if not math.isfinite(value):
+        raise ValueError(f"a logprob of {value}")
+    return float(value)
 
 
 def _likeliest(candidates: list[Candidate]) -> list[Candidate]:
