@@ -127,8 +127,7 @@ class NarrowWeight(LinearWeight):
 
     def prepare(self, threads: int) -> None:
         self._prepare_torch(threads)
-        self._native = native_matrix(decoder("dense"), {".weight": self.weight.data}, exact=False)
-        self._available = threads
+        self._native, self._available = native_matrix(decoder("dense"), {".weight": self.weight.data}), threads
 
     def _prepare_torch(self, threads: int) -> None:
         self._threads = threads if math.prod(self.weight.shape) >= THREADED_ELEMENTS else 1
