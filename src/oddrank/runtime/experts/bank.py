@@ -167,7 +167,7 @@ def _packing(
 
 def _ordered(part: ExpertSlice, stored: Decoder, stems: Sequence[str], k: int) -> str:
     """The suffix of what says so where the columns of some matrix are scattered over its scale groups; else ""."""
-    if not isinstance(stored, IntegerDecoder):
+    if not isinstance(stored, IntegerDecoder) or not k:
         return ""
     for stem in stems:
         name = part.matrix(stem).names.get(stored.index)
@@ -175,7 +175,7 @@ def _ordered(part: ExpertSlice, stored: Decoder, stems: Sequence[str], k: int) -
             continue
         groups = torch.empty(part.shape(name), dtype=torch.int32)
         part.read_into(name, words_of(groups, part.dtype(name)))
-        if len(groups) == k and not stored.in_order(groups):
+        if not all(stored.in_order(one) for one in groups.view(-1, k)):
             return stored.index
     return ""
 

@@ -4,9 +4,12 @@ import torch
 from torch import Tensor
 
 from oddrank.runtime.formats.base import Parts
-from oddrank.runtime.formats.integers import NIBBLE, Codes, IntegerDecoder, unpack
+from oddrank.runtime.formats.integers import Codes, IntegerDecoder, unpack
 
 KIND = "int4-awq"
+
+NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The nibble of a word that holds each row of its eight; the nibbles hold rows 0, 2, 4, 6, 1, 3, 5, 7."""
 
 
 class AwqDecoder(IntegerDecoder):

@@ -8,11 +8,6 @@ from torch import Tensor
 
 from oddrank.runtime.formats.base import Decoder, Parts
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""AWQ: the row of every eight that each nibble of a word holds, the lowest first."""
-NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The nibble that holds each row."""
-
 
 def unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """int32 [..., n] -> codes, int32 [..., n * 32 / bits], the low bits first. order: which code of a word is each."""
