@@ -19,7 +19,7 @@ from oddrank.runtime.layers.module import Module, Parameter, Part
 from oddrank.runtime.models.build import Slice
 from oddrank.runtime.pages import in_large_pages
 from oddrank.runtime.request import Loaded
-from oddrank.runtime.threads import side_by_side
+from oddrank.runtime.threads import side_by_side, torch_threads
 from oddrank.runtime.words import words_of
 
 _DENSE = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
@@ -79,7 +79,8 @@ def load(
             f"{len(missing)} tensors that the model needs are not in the slice: {', '.join(missing[:3])}"
             f"{', ...' if len(missing) > 3 else ''}."
         )
-    stored += sum(module.load_own(part, release) for module in model.modules())
+    with torch_threads(1):  # pieces are small, and experts' are packed side by side
+        stored += sum(module.load_own(part, release) for module in model.modules())
     _return_freed_memory()
     skipped = {what: count for what, count in skipped.items() if count}
     return Loaded(stored, model.nbytes(), time.perf_counter() - start, skipped=skipped)
