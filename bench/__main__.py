@@ -21,8 +21,7 @@ README = HERE / "README.md"
 BEGIN, END = "<!-- begin measured -->", "<!-- end measured -->"
 SCRIPTS = (
     "plan", "hub", "pad", "quantized", "load", "load_quantized", "allreduce", "kernels", "operations", "decode",
-    "prefill",
-    "moe_decode", "compare", "vllm_load",
+    "prefill", "moe_decode", "compare", "vllm_load",
 )  # fmt: skip
 LIMIT_S = 600
 

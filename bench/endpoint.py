@@ -84,13 +84,22 @@ class Endpoint:
         return sum(map(anonymous, self.processes()))
 
     def close(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
+        """End all its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            self.resume()
+            self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Have its processes compute nothing until `resume`."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
 
     def __enter__(self) -> Endpoint:
         return self
@@ -100,8 +109,9 @@ class Endpoint:
 
     # Requests -----------------------------------------------------------------------------------------------
 
-    async def complete(self, prompt: Sequence[int], tokens: int, **more: Any) -> Answered:
-        """A greedy answer of exactly so many tokens, streamed. A client as light as can be: it shares the cores."""
+    async def complete(self, prompt: Sequence[int], tokens: int, leave: bool = False, **more: Any) -> Answered:
+        """A greedy answer of exactly so many tokens (a choice), streamed. leave: do not wait for more than its first.
+        A client as light as can be: it shares the cores."""
         asked = {
             "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
             "stream_options": {"include_usage": True}, **more,
@@ -112,31 +122,37 @@ class Endpoint:
         begun, first, parts = time.perf_counter(), 0.0, []
         writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         while part := await reader.read(1 << 16):
+            parts.append(part)
             if not first and b"data: " in part:
                 first = time.perf_counter() - begun
-            parts.append(part)
+                if leave:
+                    break
         last = time.perf_counter() - begun
         writer.close()
+        if leave:
+            return Answered(first, last, 1, 0)
         said = b"".join(parts)
         if not said.startswith(b"HTTP/1.1 200") or b"data: [DONE]" not in said:
             raise SystemExit(f"{self.name} answered: {said[:2000].decode(errors='replace')}")
         usage = json.loads(said[said.rindex(b"data: {") :].split(b"\n", 1)[0].removeprefix(b"data: "))["usage"]
-        if usage["completion_tokens"] != tokens or usage["prompt_tokens"] != len(prompt):
+        if usage["completion_tokens"] != tokens * more.get("n", 1) or usage["prompt_tokens"] != len(prompt):
             raise SystemExit(f"{self.name} counts {usage} and {len(prompt)} + {tokens} were asked for")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return Answered(first, last, tokens, cached)
 
-    async def crowd(self, prompts: Sequence[Sequence[int]], tokens: int, at_once: int, **more: Any) -> list[Answered]:
-        """An answer to each prompt, so many at a time."""
-        left, found = list(enumerate(prompts))[::-1], [Answered(0, 0, 0, 0)] * len(prompts)
+    async def crowd(
+        self, prompts: Sequence[Sequence[int]], tokens: Sequence[int], at_once: int, **more: Any
+    ) -> list[Answered]:
+        """An answer of so many tokens to each prompt, so many answers at a time."""
+        left, found = list(range(len(prompts)))[::-1], {}
 
         async def one() -> None:
             while left:
-                index, prompt = left.pop()
-                found[index] = await self.complete(prompt, tokens, **more)
+                index = left.pop()
+                found[index] = await self.complete(prompts[index], tokens[index], **more)
 
         await asyncio.gather(*(one() for _ in range(at_once)))
-        return found
+        return [found[index] for index in range(len(prompts))]
 
 
 def _children() -> dict[int, list[int]]:

@@ -3,9 +3,10 @@
 All threads. Weights are rotated over at least 256 MB, so none comes from a cache. Every round times reading 256 MB of
 memory (torch's sum of them) and then each kernel, once over all its matrices. Rates are the best round's; shares and
 gains are medians over rounds of the ratio to the same round's reading (or bf16, or batch 1), so what else the machine
-does at the time is on both sides. bf16 and fp8 are multiplied in fp32, so what a batch gains is bounded by how fast
-this machine does that: torch's matrix product, in the same round. `GB_per_cpu_second`: bytes by the processor time of
-all this process's threads.
+does at the time is on both sides. What a batch gains is bounded by how fast this machine multiplies: torch's matrix
+product in the same round, in bf16 where pairs of bf16 are multiplied (level avx512bf16; bf16 and fp8), else in fp32;
+integers of 16 bits go twice as many to a register as fp32. `GB_per_cpu_second`: bytes by the processor time of all this
+process's threads.
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ def main() -> int:
     memory = in_large_pages(torch.empty(ROTATED // 4)).fill_(1)
     works: dict[str, tuple[int, Callable[[], object]]] = {"reading": (memory.nbytes, memory.sum)}
     square = torch.randn(1024, 1024)
+    pairs = square.bfloat16()
     works["fp32 products"] = 1024**3, lambda: square @ square
+    works["bf16 products"] = 1024**3, lambda: pairs @ pairs
     each: dict[str, int] = {}
     one, some = torch.randn(1, K), torch.randn(BATCH, K)
     for name in FORMATS:
@@ -150,7 +153,7 @@ def main() -> int:
     for turn in range(ROUNDS + 1):
         for name, (nbytes, work) in works.items():
             a, b = seconds(work)
-            if name in ("reading", "fp32 products"):
+            if name in ("reading", "fp32 products", "bf16 products"):
                 time.sleep(0.05)  # torch's threads spin for milliseconds after their work, on cores that are wanted
             if turn:  # the first warms up
                 wall[name].append(a / nbytes)
@@ -175,11 +178,12 @@ def main() -> int:
             rows.append(row(f"{what}, against bf16", gain, "x", gain >= least, f">= {least} x"))
         gain = BATCH * ratio(f"{name}, batch {BATCH}", name)
         met, of_batch = gain >= BATCH_GAIN, f"{what}: tokens a second at batch {BATCH}, against 1"
-        times = 2 if name in ("NVFP4", "MXFP4", "int4") else 1  # 16-bit integers: twice as many in a register
+        times = 2 if name in ("NVFP4", "MXFP4", "int4") else 1
+        kind = "bf16" if times == 1 and found.level == "avx512bf16" else "fp32"
         roof = times * statistics.median(
-            a * each[name] / (b * N * K) for a, b in zip(wall[name], wall["fp32 products"], strict=True)
+            a * each[name] / (b * N * K) for a, b in zip(wall[name], wall[f"{kind} products"], strict=True)
         )
-        is_ = f"the same at {'twice ' * (times - 1)}the rate of torch's fp32 product of 1024 x 1024"
+        is_ = f"the same at {'twice ' * (times - 1)}the rate of torch's {kind} product of 1024 x 1024"
         rows.append(row(of_batch, gain, "x", met, f">= {BATCH_GAIN} x", is_, roof))
     for name in ("fp8 block", "NVFP4", "int4"):
         share = ratio(f"experts, {name}", "reading")

@@ -11,7 +11,6 @@ import msgspec
 
 from oddrank.checkpoint import Checkpoint
 from oddrank.checkpoint.config import ConfigView
-from oddrank.checkpoint.jsonfile import read_object
 from oddrank.errors import OddrankError
 from oddrank.families import family_of
 from oddrank.formats import formats
@@ -78,8 +77,9 @@ def quantization_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
         if found is not None and found.data:
             return dict(found.data)
     for file, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
-        if file in checkpoint.other_files():
-            return {"quant_method": method, **read_object(checkpoint.other_file(file))}
+        stored = checkpoint.other_object(file)
+        if stored is not None:
+            return {"quant_method": method, **stored}
     return None
 
 

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from oddrank import Checkpoint, OddrankError, make_plan
 from oddrank.checkpoint import remote
 from oddrank.checkpoint.hub import HubModel, hub_model
+from oddrank.synth import describe_release, write_checkpoint
 
 SHARDS = 42
 
@@ -149,6 +150,21 @@ def test_small_tensors_are_read_from_the_hub_and_large_ones_refused(hub: Hub, tm
         remote_one.array("model.embed_tokens.weight")
     with pytest.raises(OddrankError, match="is on the hub"):
         remote_one.location(shard.name)
+
+
+def test_a_planner_that_looks_into_an_index_reads_it_from_the_hub(hub: Hub, tmp_path: Path) -> None:
+    """GPTQ's scale groups may be scattered, which only the values of g_idx tell."""
+    folder = write_checkpoint(describe_release("qwen2", "gptq", size="tiny"), tmp_path / "model", shards=1)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    hub.repos["org/model"] = Repo(folder)
+    assert make_plan("org/model", 2).plan == make_plan(folder, 2).plan
+    tensors = Checkpoint.open(folder).tensors
+    ranges = [(a.range or "").removeprefix("bytes=") for a in hub.of("model.safetensors") if a.host == "storage"]
+    places = {f"{i.start}-{i.end - 1}": name for name, i in tensors.items()}
+    read = [places[r] for r in ranges[1:]]
+    assert read and all(name.endswith((".o_proj.g_idx", ".down_proj.g_idx")) for name in read)
 
 
 def test_the_token_stays_with_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,6 +320,7 @@ def test_whole_files_have_a_limit(
     hub.repos["org/one"] = Repo(one_file(tmp_path / "one"))
     hub.faults["hub", file] = endless
     assert "more than the 1048576 bytes" in refusal(capsys, "plan", "org/one", "--tp", 2)
+    assert hub.sent < 32 << 20  # the limit, and what fits into the sockets' buffers
 
 
 @pytest.mark.parametrize(

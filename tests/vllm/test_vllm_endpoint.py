@@ -222,7 +222,8 @@ def test_it_answers_as_the_runtime_at_the_same_size(vllm: Vllm, demo_model: Path
     with log.open("w") as out:
         process = subprocess.Popen(
             [str(p) for p in line], stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path,
-            env=environment(ROOT / "tests" / "vllm" / "compat", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1"),
+            env=environment(ROOT / "tests" / "vllm" / "compat", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
+                            VLLM_CACHE_ROOT=str(tmp_path)),
         )  # fmt: skip
     try:
         capture(_url(process, log), tmp_path / "vllm.json")
