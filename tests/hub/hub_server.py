@@ -109,6 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     side: str
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or a body waits 40 ms for the head to be acknowledged
 
     def log_message(self, *_args: object) -> None:
         pass
