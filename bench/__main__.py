@@ -20,8 +20,8 @@ HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
 BEGIN, END = "<!-- begin measured -->", "<!-- end measured -->"
 SCRIPTS = (
-    "plan", "pad", "quantized", "load", "load_quantized", "allreduce", "kernels", "operations", "decode", "prefill",
-    "moe_decode", "compare", "vllm_load",
+    "plan", "hub", "pad", "quantized", "load", "load_quantized", "allreduce", "kernels", "operations", "decode",
+    "prefill", "moe_decode", "compare", "vllm_load",
 )  # fmt: skip
 LIMIT_S = 600
 

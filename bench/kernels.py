@@ -3,9 +3,10 @@
 All threads. Weights are rotated over at least 256 MB, so none comes from a cache. Every round times reading 256 MB of
 memory (torch's sum of them) and then each kernel, once over all its matrices. Rates are the best round's; shares and
 gains are medians over rounds of the ratio to the same round's reading (or bf16, or batch 1), so what else the machine
-does at the time is on both sides. bf16 and fp8 are multiplied in fp32, so what a batch gains is bounded by how fast
-this machine does that: torch's matrix product, in the same round. `GB_per_cpu_second`: bytes by the processor time of
-all this process's threads.
+does at the time is on both sides. What a batch gains is bounded by how fast this machine multiplies: torch's matrix
+product in the same round, in bf16 where pairs of bf16 are multiplied (level avx512bf16; bf16 and fp8), else in fp32;
+integers of 16 bits go twice as many to a register as fp32. `GB_per_cpu_second`: bytes by the processor time of all this
+process's threads.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from report import row
 
 from oddrank.native import NativeMatrix, library, native_experts, native_matrix
 from oddrank.runtime.formats import Decoder, decoder
+from oddrank.runtime.formats.rows import RowsDecoder
 from oddrank.runtime.pages import in_large_pages
 from oddrank.runtime.topology.limits import cores_available
 
@@ -31,9 +33,9 @@ N = K = 4096
 ROTATED = 256 << 20
 ROUNDS = 9
 BATCH = 8
-FORMATS = {"bf16": "dense", "fp8 block": "fp8-block", "NVFP4": "nvfp4", "MXFP4": "mxfp4"}
+FORMATS = {"bf16": "dense", "fp8 block": "fp8-block", "NVFP4": "nvfp4", "MXFP4": "mxfp4", "int4": "int4-rows"}
 SHARE, EXPERTS_SHARE, BATCH_GAIN = 0.7, 0.6, 4.0
-AGAINST_BF16 = {"fp8 block": 1.7, "NVFP4": 3.0, "MXFP4": 3.0}
+AGAINST_BF16 = {"fp8 block": 1.7, "NVFP4": 3.0, "MXFP4": 3.0, "int4": 3.0}
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH = 256, 8, 2048, 512
 """The geometry of the 35B-A3B's layers."""
@@ -42,6 +44,11 @@ EXPERTS, CHOSEN, HIDDEN, WIDTH = 256, 8, 2048, 512
 def loaded(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in memory as the runtime's loader asks for it."""
     return in_large_pages(torch.empty_like(tensor)).copy_(tensor)
+
+
+def form_of(name: str, k: int) -> Decoder:
+    """int4: as the runtime holds every packing of it."""
+    return RowsDecoder(128, k) if name == "int4" else decoder(FORMATS[name])
 
 
 def stored(form: Decoder, n: int, k: int, leading: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
@@ -58,6 +65,10 @@ def stored(form: Decoder, n: int, k: int, leading: tuple[int, ...] = ()) -> dict
             found[part.suffix] = torch.randint(118, 122, shape, dtype=torch.uint8)
         elif kind == "nvfp4" and place == 1:
             found[part.suffix] = torch.randint(40, 80, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        elif kind == "int4":
+            scales = torch.full(shape[:-1], 0.01).bfloat16().float().view(torch.int32)
+            found[part.suffix] = (scales + torch.randint(0, 16, scales.shape, dtype=torch.int32)).view(torch.uint8)
+            found[part.suffix] = found[part.suffix].view(shape)
         else:
             found[part.suffix] = torch.full(shape, 0.01)
     return found
@@ -67,7 +78,7 @@ class Rotation:
     """Matrices of one format; `run` multiplies by each once."""
 
     def __init__(self, name: str, threads: int) -> None:
-        form = decoder(FORMATS[name])
+        form = form_of(name, K)
         one = stored(form, N, K)
         self.each = sum(part.nbytes for part in one.values())
         self.count, self.threads = max(2, -(-ROTATED // self.each)), threads
@@ -90,11 +101,11 @@ class Layer:
     """A layer's experts in one format; `run` has it compute tokens that choose every expert once between them."""
 
     def __init__(self, name: str, threads: int) -> None:
-        form = decoder(FORMATS[name])
-        self.threads = threads
-        banks = [stored(form, *shape, leading=(EXPERTS, 1)) for shape in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))]
+        forms, self.threads = [form_of(name, k) for k in (HIDDEN, WIDTH)], threads
+        shapes = (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)
+        banks = [stored(form, *shape, leading=(EXPERTS, 1)) for form, shape in zip(forms, shapes, strict=True)]
         banks = [{suffix: loaded(part) for suffix, part in bank.items()} for bank in banks]
-        made = native_experts((form, banks[0]), (form, banks[1]), F.silu, exact=False)
+        made = native_experts((forms[0], banks[0]), (forms[1], banks[1]), F.silu, exact=False)
         assert made is not None
         self.experts = made
         self.nbytes = sum(part.nbytes for bank in banks for part in bank.values())
@@ -124,7 +135,9 @@ def main() -> int:
     memory = in_large_pages(torch.empty(ROTATED // 4)).fill_(1)
     works: dict[str, tuple[int, Callable[[], object]]] = {"reading": (memory.nbytes, memory.sum)}
     square = torch.randn(1024, 1024)
+    pairs = square.bfloat16()
     works["fp32 products"] = 1024**3, lambda: square @ square
+    works["bf16 products"] = 1024**3, lambda: pairs @ pairs
     each: dict[str, int] = {}
     one, some = torch.randn(1, K), torch.randn(BATCH, K)
     for name in FORMATS:
@@ -132,7 +145,7 @@ def main() -> int:
         each[name] = matrices.each
         works[name] = matrices.nbytes, lambda m=matrices: m.run(one)
         works[f"{name}, batch {BATCH}"] = matrices.nbytes, lambda m=matrices: m.run(some)
-    for name in ("fp8 block", "NVFP4"):
+    for name in ("fp8 block", "NVFP4", "int4"):
         layer = Layer(name, threads)
         works[f"experts, {name}"] = layer.nbytes, layer.run
     wall: dict[str, list[float]] = {name: [] for name in works}
@@ -140,7 +153,7 @@ def main() -> int:
     for turn in range(ROUNDS + 1):
         for name, (nbytes, work) in works.items():
             a, b = seconds(work)
-            if name in ("reading", "fp32 products"):
+            if name in ("reading", "fp32 products", "bf16 products"):
                 time.sleep(0.05)  # torch's threads spin for milliseconds after their work, on cores that are wanted
             if turn:  # the first warms up
                 wall[name].append(a / nbytes)
@@ -165,13 +178,14 @@ def main() -> int:
             rows.append(row(f"{what}, against bf16", gain, "x", gain >= least, f">= {least} x"))
         gain = BATCH * ratio(f"{name}, batch {BATCH}", name)
         met, of_batch = gain >= BATCH_GAIN, f"{what}: tokens a second at batch {BATCH}, against 1"
-        times = 2 if "FP4" in name else 1  # 16-bit integers: twice as many in a register
+        times = 2 if name in ("NVFP4", "MXFP4", "int4") else 1
+        kind = "bf16" if times == 1 and found.level == "avx512bf16" else "fp32"
         roof = times * statistics.median(
-            a * each[name] / (b * N * K) for a, b in zip(wall[name], wall["fp32 products"], strict=True)
+            a * each[name] / (b * N * K) for a, b in zip(wall[name], wall[f"{kind} products"], strict=True)
         )
-        is_ = f"the same at {'twice ' * (times - 1)}the rate of torch's fp32 product of 1024 x 1024"
+        is_ = f"the same at {'twice ' * (times - 1)}the rate of torch's {kind} product of 1024 x 1024"
         rows.append(row(of_batch, gain, "x", met, f">= {BATCH_GAIN} x", is_, roof))
-    for name in ("fp8 block", "NVFP4"):
+    for name in ("fp8 block", "NVFP4", "int4"):
         share = ratio(f"experts, {name}", "reading")
         what = f"{CHOSEN} of {EXPERTS} experts, {HIDDEN} x {WIDTH}, {name}, a token: active bytes"
         target = f">= {EXPERTS_SHARE:.0%} of reading"

@@ -11,7 +11,6 @@ import msgspec
 
 from oddrank.checkpoint import Checkpoint
 from oddrank.checkpoint.config import ConfigView
-from oddrank.checkpoint.jsonfile import read_object
 from oddrank.errors import OddrankError
 from oddrank.families import family_of
 from oddrank.formats import formats
@@ -59,7 +58,7 @@ def study(checkpoint: Checkpoint) -> Subject:
     prefix = next((p for p, names in tables.items() if names & checkpoint.tensors.keys()), family.prefixes[0])
     model = family.build(view, prefix)
     return Subject(
-        name=os.fsencode(checkpoint.path.name).decode("utf-8", "replace"),
+        name=os.fsencode(checkpoint.name).decode("utf-8", "replace"),
         config_digest=config_digest(checkpoint.config),
         model=model,
         census=take_census(model, checkpoint.tensors, quantization_of(checkpoint), checkpoint.array),
@@ -78,8 +77,9 @@ def quantization_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
         if found is not None and found.data:
             return dict(found.data)
     for file, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
-        if file in checkpoint.other_files():
-            return {"quant_method": method, **read_object(checkpoint.other_file(file))}
+        stored = checkpoint.other_object(file)
+        if stored is not None:
+            return {"quant_method": method, **stored}
     return None
 
 
@@ -96,7 +96,7 @@ def plan_subject(subject: Subject, request: Request) -> Planned:
 
 
 def make_plan(
-    model: str | os.PathLike[str],
+    model: str | os.PathLike[str] | Checkpoint,
     tp: int,
     *,
     executor: str = "runtime",
@@ -106,13 +106,13 @@ def make_plan(
     run_tp: int | None = None,
     rank_memory: Sequence[float] | None = None,
 ) -> Planned:
-    """Plan the model directory `model` for `tp` ranks and prove the plan.
+    """Plan `model`, a model directory or a model of the hub (`owner/name`), for `tp` ranks and prove the plan.
 
     executor: `runtime` or `vllm`. layout: `auto`, `ragged`, `pad` or `replicate`. context: tokens of context the
     cost is weighed at. constraints: e.g. {"gqa": 6, "mlp_multiple": 64}. run_tp: ranks it will run on, where that
     is not `tp`. rank_memory: GiB of each rank, where they are unequal; each gets its share.
     """
-    subject = study(Checkpoint.open(model))
+    subject = study(model if isinstance(model, Checkpoint) else Checkpoint.open(model))
     request = Request(
         tp=tp,
         executor=executor,

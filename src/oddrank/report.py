@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from oddrank.geometry import Model
+from oddrank.layout.breakdown import bytes_by_part, dummy_bytes, held
 from oddrank.layout.candidate import Candidate
 from oddrank.layout.capacity import rooms, tokens_together
 from oddrank.layout.census import Census, Use
@@ -14,6 +17,7 @@ from oddrank.layout.cost import kv_bytes, macs, rank_cost, state_bytes, weight_b
 from oddrank.layout.plan import Plan
 from oddrank.layout.proof import Check
 from oddrank.layout.solver import Choice, Solution
+from oddrank.layout.storage import units
 from oddrank.planner import Planned, not_served
 from oddrank.transform.recipe import recipes
 
@@ -21,10 +25,12 @@ from oddrank.transform.recipe import recipes
 def describe(
     solution: Solution, census: Census, checks: tuple[Check, ...], memory: Sequence[float] | None = None
 ) -> dict[str, Any]:
-    """The JSON of `oddrank plan --json`. Bytes are bytes; per_rank lists have one entry a rank. memory: GiB of every
-    rank, where it is known and the plan was not made for it: how much KV cache fits."""
+    """The JSON of `oddrank plan --json`. Bytes are bytes; per_rank lists have one entry a rank; an axis's unit is what
+    its storage lets be cut, in elements. memory: GiB of every rank, where it is known and the plan was not made for it:
+    how much KV cache fits."""
     plan = solution.plan
     model, stock = plan.model, plan.model.stock()
+    refined = dict(plan.refined)
     costs = [
         rank_cost(
             model,
@@ -32,7 +38,7 @@ def describe(
             plan.counts(r),
             context=plan.context,
             kv_itemsize=plan.kv_itemsize,
-            refined=dict(plan.refined),
+            refined=refined,
         )
         for r in range(plan.tp)
     ]
@@ -53,6 +59,7 @@ def describe(
                 "planned": stock[la.axis] if model.axis(la.axis).kind == "experts" else la.total(),
                 "per_rank": list(la.counts()),
                 "real_per_rank": list(la.real()),
+                "unit": units(model, plan.uses, refined.get(la.axis, refined.get("*", 0)))[la.axis],
                 "why": candidates[la.axis].why,
             }
             for la in plan.layouts
@@ -66,6 +73,9 @@ def describe(
             "stock": stock_bytes,
             "per_rank": [c.weight_bytes for c in costs],
             "overhead": max(c.weight_bytes for c in costs) * plan.tp / stock_bytes - 1.0,
+            "parts": [msgspec.structs.asdict(part) for part in bytes_by_part(plan)],
+            "dummies_per_rank": list(dummy_bytes(plan)),
+            "held": msgspec.structs.asdict(held(plan)),
         },
         "macs_per_token": {"stock": macs(model, stock, plan.context), "per_rank": [c.macs for c in costs]},
         "kv": {
@@ -78,7 +88,7 @@ def describe(
             "per_rank_bytes_per_request": [state_bytes(model, plan.counts(r)) for r in range(plan.tp)],
         },
         "capacity": capacity(plan, plan.shares or memory),
-        "refined": dict(plan.refined),
+        "refined": refined,
         "formats": dict(_formats(plan)),
         "absent": list(census.absent),
         "notes": notes(plan, candidates),
@@ -174,3 +184,12 @@ def alternative(choice: Choice, model: Model, uses: tuple[Use, ...]) -> dict[str
         "macs_per_token_per_rank": choice.cost.macs,
         "why": c.why,
     }
+
+
+def amount(n: float) -> str:
+    """Bytes with a binary unit: 270.3 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    raise AssertionError

@@ -160,7 +160,7 @@ def test_a_file_that_changed_is_not_mapped(tmp_path: Path) -> None:
 
 def test_no_such_path(tmp_path: Path) -> None:
     refused(tmp_path / "x", "There is no")
-    refused("some-org/some-model", "hf download some-org/some-model")
+    refused("some-org/some-model", "some-org/some-model", "HF_HUB_OFFLINE", "hf download some-org/some-model")
     refused("a\0b", "not a path")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from clients.served_models import Reference
 from clients.served_process import KEY, Serving, ended, started
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import httpx
 import openai
+
 from clients.served_models import VOCAB
 from clients.served_process import KEY, PATIENCE, Serving
 
-WORDS = "one two three red green blue cat dog house river stone and the of to".split()
+WORDS = ["one", "two", "three", "red", "green", "blue", "cat", "dog", "house", "river", "and", "the", "of", "to"]
 
 
 @dataclass

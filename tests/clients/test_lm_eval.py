@@ -1,4 +1,4 @@
-"""lm-eval's own command evaluates SmolLM2 on three ranks by a local task; transformers says what each number must be."""
+"""lm-eval's own command evaluates SmolLM2 on three ranks; transformers says what each number must be."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from clients.served_models import Reference
 from clients.served_process import KEY, PATIENCE, Serving
 
@@ -67,7 +68,8 @@ def samples(
     """Task -> what lm-eval logged of each of its documents."""
     folder = tmp_path_factory.mktemp("lm-eval")
     data = folder / "questions.jsonl"
-    data.write_text("".join(json.dumps(dict(zip(("question", "choices", "answer"), q))) + "\n" for q in QUESTIONS))
+    lines = [json.dumps({"question": q, "choices": choices, "answer": answer}) for q, choices, answer in QUESTIONS]
+    data.write_text("\n".join(lines))
     for name, task in (("choices", CHOICES), ("documents", DOCUMENTS), ("answers", ANSWERS)):
         (folder / f"{name}.yaml").write_text(task.replace("DATA", str(data)))
     model = {

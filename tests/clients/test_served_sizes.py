@@ -1,4 +1,4 @@
-"""The same model served by one, two and three ranks: `capture` and `compare` find no difference, nor does transformers."""
+"""A model served by one, two and three ranks: `capture` and `compare` find no difference, nor does transformers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from cli.test_cli import run
-from clients.served_models import Reference, chat_ids, write_synthetic
-from clients.served_process import KEY, Serving, ended, started
 from transformers import AutoTokenizer
 
+from clients.served_models import Reference, chat_ids, write_synthetic
+from clients.served_process import KEY, Serving, ended, started
 from oddrank.verify.oracle import transformers_logits
 from oddrank.verify.served import Answer, read_capture
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
 from clients.mixed_requests import Asked, Got, ask_all, mixed
 from clients.served_models import write_synthetic
 from clients.served_process import Serving, anonymous_bytes, ended, started, until
@@ -16,7 +17,7 @@ REQUESTS = mixed(200, 5)
 STAY = [i for i, asked in enumerate(REQUESTS) if asked.leave is None and asked.error is None]
 NEAR_TIE = 1e-3
 """Nats: far more than fp32 rounding moves a logprob of these models."""
-GROWTH = 3 << 20
+GROWTH = 2 << 20
 """Bytes that a process may have gained by a second load like the first."""
 GAUGES = (
     "oddrank_requests_running", "oddrank_requests_waiting", "oddrank_kv_cache_usage_ratio", "oddrank_state_slots_held",
@@ -74,7 +75,6 @@ def test_everything_is_given_back(loaded: Loaded) -> None:
 
 def test_no_process_has_grown(loaded: Loaded) -> None:
     grown = [b - a for a, b in zip(loaded.before, loaded.after, strict=True)]
-    print(grown)
     assert max(grown) < GROWTH, grown
 
 
@@ -91,7 +91,7 @@ def test_everybody_gets_what_is_got_alone(loaded: Loaded) -> None:
 def _part(asked: Asked, got: Got, alone: Got) -> bool:
     """Whether two answers part, as they may where rounding decides: for a greedy one between two tokens that are as
     likely. Up to there every logprob is the same."""
-    same = next((i for i, (x, y) in enumerate(zip(got.ids, alone.ids)) if x != y), None)
+    same = next((i for i, (x, y) in enumerate(zip(got.ids, alone.ids, strict=False)) if x != y), None)
     until = None if same is None else len(alone.logprobs) - len(alone.ids) + same + asked.greedy
     assert got.logprobs[:until] == pytest.approx(alone.logprobs[:until], abs=NEAR_TIE), (asked, got, alone)
     if same is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from layout.shapes import head_choices, per_rank
+from layout.shapes import Tensor, head_choices, per_rank, subject
 
 from oddrank.checkpoint import Checkpoint
 from oddrank.layout.executors import Constraints
@@ -15,7 +15,10 @@ from oddrank.layout.solver import Request
 from oddrank.planner import Planned, Subject, plan_subject, stock_vllm, study
 from oddrank.report import describe
 from oddrank.synth import describe_release, write_headers
+from oddrank.synth.configs import config
 from oddrank.synth.write import parameters
+from oddrank.transform.recipe import recipes
+from oddrank.transform.slice import RankSlice
 
 Study = Callable[..., Subject]
 
@@ -113,13 +116,38 @@ def test_minimax_m2_at_three(full: Study, fmt: str) -> None:
     assert per_rank(many, "q_heads") == (3,) * 16 and many.plan.layout("kv_heads").in_engine
 
 
-def test_gpt_oss_20b_at_three(full: Study) -> None:
-    """Case 10, as plain numbers: 2880 channels are 960 a rank."""
-    p = planned(full("gpt_oss", "20b", "bf16"), 3)
+def gpt_oss_mxfp4() -> Subject:
+    """As published: blocks and scales in place of the experts' matrices, outputs before inputs, the rest bf16."""
+    release = describe_release("gpt_oss", size="20b", layers=2, experts=4, vocab=None)
+    table = {name: Tensor("BF16", t.logical.shape) for t in release.stored() for name in t.names()}
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp.experts"
+        for name, rows in (("gate_up_proj", 2 * 2880), ("down_proj", 2880)):
+            del table[f"{at}.{name}"]
+            table[f"{at}.{name}_blocks"] = Tensor("U8", (4, rows, 90, 16))
+            table[f"{at}.{name}_scales"] = Tensor("U8", (4, rows, 90))
+    return subject(config(release), table)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "mxfp4"])
+def test_gpt_oss_20b_at_three(full: Study, fmt: str) -> None:
+    """Case 10: 2880 channels are 90 groups of 32, 960 a rank without padding; down_proj is a square, which only its
+    storage turns."""
+    s = full("gpt_oss", "20b", "bf16") if fmt == "bf16" else gpt_oss_mxfp4()
+    assert not s.census.problems
+    p = planned(s, 3)
     found = dict(head_choices(p))
     assert found[72, 9] == (24, 3) and found[66, 33] == (22, 11)
     assert per_rank(p, "moe") == (960,) * 3 and total(p, "moe") == 2880
     assert total(p, "vocab") == 201216
+    part, at, count = RankSlice(p.plan, None, 1), "model.layers.1.mlp.experts", s.model.stock()["experts"]
+    shapes = {
+        "bf16": {"gate_up_proj": (count, 2880, 1920), "down_proj": (count, 960, 2880)},
+        "mxfp4": {"gate_up_proj_blocks": (count, 1920, 90, 16), "down_proj_scales": (count, 2880, 30)},
+    }[fmt]
+    assert {name: part.shape(f"{at}.{name}") for name in shapes} == shapes
+    assert part.shape(f"{at}.gate_up_proj_bias") == (count, 1920)
+    assert part.shape(f"{at}.down_proj_bias") == (count, 2880)
 
 
 def test_deepseek_v3_fp8_at_six(full: Study) -> None:
@@ -128,8 +156,6 @@ def test_deepseek_v3_fp8_at_six(full: Study) -> None:
     p = planned(s, 6)
     assert per_rank(p, "q_heads") == (22,) * 6 and total(p, "q_heads") == 132
     assert (total(p, "mlp"), total(p, "moe"), total(p, "vocab")) == (18432, 2304, 129408)
-    from oddrank.transform.recipe import recipes
-
     made, at = recipes(p.plan, p.plan.virtual()), "model.layers.4."
     assert made[f"{at}mlp.shared_experts.up_proj.weight"].shape == (2304, 7168)
     assert made[f"{at}mlp.shared_experts.down_proj.weight_scale_inv"].shape == (56, 18)
@@ -185,8 +211,6 @@ def test_experts_are_cut_inside(full: Study, executor: str) -> None:
     """Case 18: all 256 on each of three ranks, in order, and the router whole."""
     p = planned(full("minimax_m2", "M2", "bf16", 256), 3, executor)
     assert all(p.plan.layout("experts").slots(r).tolist() == list(range(256)) for r in range(3))
-    from oddrank.transform.slice import RankSlice
-
     for rank in range(3):
         part = RankSlice(p.plan, None, rank)
         assert part.shape("model.layers.0.block_sparse_moe.gate.weight") == (256, 3072)

@@ -73,7 +73,7 @@ def model_of(roles: Sequence[Role], axes: Mapping[str, int]) -> Model:
         axes=tuple(Axis(a, n, "width" if n > 64 else "heads", summed=False) for a, n in axes.items()),
         pairs=(),
         roles=tuple(roles),
-        kv=None,
+        kv=(),
         config_axes=(),
     )
 

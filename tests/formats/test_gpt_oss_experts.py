@@ -47,7 +47,7 @@ def model(width: int, *, heads: int = 8) -> Model:
         Axis("q_heads", heads, "heads"), Axis("kv_heads", heads, "heads", summed=False),
         Axis("experts", EXPERTS, "experts", summed=False), Axis("moe", width, "width"),
     )  # fmt: skip
-    return Model("toy", "GptOss", HIDDEN, axes, (Pair("q_heads", "kv_heads"),), roles, None, ())
+    return Model("toy", "GptOss", HIDDEN, axes, (Pair("q_heads", "kv_heads"),), roles, (), ())
 
 
 def packed(x: npt.NDArray[np.float32]) -> dict[str, Raw]:

@@ -37,7 +37,7 @@ def error(got: Tensor, x: Tensor, numbers: np.ndarray) -> float:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products_with_many_rows(case: Case, level: str) -> None:
-    for n, k in SHAPES + (ODD if case.name[:3] in ("den", "fp8") else [(3, 72)]):
+    for n, k in SHAPES + (ODD if case.name[:3] in ("den", "fp8", "int") else [(3, 72)]):
         made = sample(case, n, k, seed=n + k)
         matrix = native(made)
         for m in BATCHES if (n, k) == SHAPES[3] else (33, 50):
@@ -65,6 +65,7 @@ def test_stacks_of_several_formats_with_a_bias(level: str) -> None:
             (Case("fp8-block", (128, 32)), 3),
             (Case("mxfp4"), 97),
             (Case("nvfp4-ct"), 6),
+            (Case("int4-rows", (1, 64)), 13),
         )
     ]
     numbers = np.concatenate([one.numbers for one in made])

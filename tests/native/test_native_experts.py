@@ -17,6 +17,8 @@ FORMATS = [
     Case("fp8-channel"),
     Case("nvfp4"),
     Case("mxfp4"),
+    Case("int4-rows", (1, 32)),
+    Case("int4-rows", (1, 128)),
 ]
 Numbers = np.ndarray
 

@@ -15,7 +15,7 @@ from oddrank.native import NativeMatrix, native_experts, native_matrix
 BLOCK = 512
 """Columns of x that may share a scale."""
 
-FOUR_BIT = [case for case in CASES if "fp4" in case.name]
+FOUR_BIT = [case for case in CASES if "fp4" in case.name or "int4" in case.name]
 Numbers = np.ndarray
 
 
@@ -133,7 +133,7 @@ def test_extreme_exponents(level: str) -> None:
         assert torch.allclose(got[:, 1], torch.tensor(128 * 2.0**-3), rtol=2.0**-15, atol=0)
 
 
-@pytest.mark.parametrize("case", FOUR_BIT[:3], ids=str)
+@pytest.mark.parametrize("case", [*FOUR_BIT[:3], FOUR_BIT[-1]], ids=str)
 def test_experts(case: Case, level: str) -> None:
     """Two rounded products, one of the other: each number's error is that of its inputs through the second, plus the
     second's own."""

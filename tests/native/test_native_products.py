@@ -18,7 +18,7 @@ FOUR_BIT = [(3, 40), (2, 72)]
 
 
 def shapes(case: Case) -> list[tuple[int, int]]:
-    return SHAPES + (ODD if case.name[:3] in ("den", "fp8") else FOUR_BIT)
+    return SHAPES + (ODD if case.name[:3] in ("den", "fp8", "int") else FOUR_BIT)
 
 
 def native(made: Sample) -> NativeMatrix:

@@ -12,6 +12,7 @@ K = 288
 STACKS = [
     [Case("nvfp4"), Case("nvfp4"), Case("nvfp4")],
     [Case("fp8-block", (128, 128)), Case("dense", dtype=torch.bfloat16), Case("fp8-block", (128, 128))],
+    [Case("int4-rows", (1, 128)), Case("int4-rows", (1, 32)), Case("nvfp4")],
     [Case("mxfp4"), Case("nvfp4"), Case("dense", dtype=torch.float16), Case("mxfp4"), Case("fp8-channel")],
 ]
 

@@ -10,16 +10,19 @@ from formats.codec import E2M1, E4M3, exponents
 from torch import Tensor
 
 from oddrank.runtime.formats import Decoder, decoder
+from oddrank.runtime.formats.rows import RowsDecoder
 
 
 class Case(NamedTuple):
-    """name: of the format; block: of fp8 scales (rows, columns)."""
+    """name: of the format; block: of fp8 and int4 scales (rows, columns)."""
 
     name: str
     block: tuple[int, int] = (0, 0)
     dtype: torch.dtype = torch.float32
 
-    def decoder(self) -> Decoder:
+    def decoder(self, k: int = 0) -> Decoder:
+        if self.name == "int4-rows":
+            return RowsDecoder(self.block[1], k)
         if not self.name.startswith("fp8-block"):
             return decoder(self.name)
         suffix = ".weight_scale" if "ct" in self.name else ".weight_scale_inv"
@@ -45,6 +48,9 @@ CASES = [
     Case("nvfp4-ct"),
     Case("mxfp4"),
     Case("mxfp4-ct"),
+    Case("int4-rows", (1, 32)),
+    Case("int4-rows", (1, 64), torch.float16),
+    Case("int4-rows", (1, 128), torch.bfloat16),
 ]
 
 
@@ -56,7 +62,7 @@ class Sample(NamedTuple):
 
 def sample(case: Case, n: int, k: int, seed: int = 0) -> Sample:
     """[n, k] of all codes but those of NaN and infinity; row 0 is zero where there are others."""
-    draw, form = np.random.default_rng(seed), case.decoder()
+    draw, form = np.random.default_rng(seed), case.decoder(k)
     stored: dict[str, Tensor] = {}
     suffixes = [s.suffix for s in form.format.stored if not s.optional]
     shapes = [form.shape(suffix, n, k) for suffix in suffixes]
@@ -67,6 +73,8 @@ def sample(case: Case, n: int, k: int, seed: int = 0) -> Sample:
         values[zero] = 0
         return Sample(form, {suffixes[0]: values}, values.double().numpy())
     codes = draw.integers(0, 256, shapes[0], np.uint8)
+    if kind == "int4":
+        return _int4(case, form, codes, shapes[1], zero, k, draw)
     codes[zero] = 0
     if kind == "fp8":
         codes[codes & 127 == 127] = 3  # subnormal; others are among the rest
@@ -93,3 +101,23 @@ def sample(case: Case, n: int, k: int, seed: int = 0) -> Sample:
     factor = 1 / float(whole) if case.name == "nvfp4-ct" else float(whole)
     stored |= {suffixes[1]: torch.from_numpy(scales).view(torch.float8_e4m3fn), suffixes[2]: whole}
     return Sample(form, stored, E2M1[pairs] * np.repeat(E4M3[scales].astype(np.float64), 16, 1)[:, :k] * factor)
+
+
+def _int4(
+    case: Case, form: Decoder, codes: np.ndarray, shape: tuple[int, ...], zero: slice, k: int, draw: np.random.Generator
+) -> Sample:
+    """Zero points of 0 to 16. A zero is its zero point's code."""
+    points = draw.integers(0, 17, shape[:-1], np.uint8)
+    points[zero] %= 16
+    wide = np.repeat(points, case.block[1], 1)
+    nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
+    nibbles[zero, :k] = wide[zero, :k]
+    codes = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    dtype = case.dtype if case.dtype.itemsize == 2 else torch.half
+    scales = torch.from_numpy(draw.uniform(-2, 2, shape[:-1])).to(dtype)
+    words = scales.float().numpy().view(np.uint8).reshape(shape).copy()
+    assert not words[..., 0].any()
+    words[..., 0] = points
+    spread = np.repeat(scales.double().numpy(), case.block[1], 1)[:, :k]
+    numbers = (nibbles[:, :k].astype(np.float64) - wide[:, :k]) * spread
+    return Sample(form, {".codes": torch.from_numpy(codes), ".scales": torch.from_numpy(words)}, numbers)

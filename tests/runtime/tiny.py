@@ -66,10 +66,8 @@ def _wide_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
 def tiny(family: str, seed: int = 0, **changes: Any) -> Tiny:
     """A model in float64 throughout: transformers' norms, which go through fp32, are widened; its rotary tables
     stay fp32, as ours do; its sdpa attention has no fp32 in it."""
-    values = {"max_position_embeddings": 64, **CASES[family], **changes}
-    config = transformers.AutoConfig.for_model(
-        family, vocab_size=VOCAB, num_hidden_layers=2, rms_norm_eps=1e-5, **values
-    )
+    values = {"vocab_size": VOCAB, "max_position_embeddings": 64, **CASES[family], **changes}
+    config = transformers.AutoConfig.for_model(family, num_hidden_layers=2, rms_norm_eps=1e-5, **values)
     torch.manual_seed(seed)
     hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa")
     with torch.no_grad():

@@ -25,9 +25,9 @@ LIMIT = 240.0
 
 @contextmanager
 def serving(model: Path, tp: int, log: Path) -> Iterator[str]:
-    """Its URL; ended by SIGTERM."""
+    """Its URL, in fp32; ended by SIGTERM."""
     line = [sys.executable, "-m", "oddrank", "serve", model, "--tp", tp, "--port", 0, "--kv-memory", 0.05,
-            "--max-model-len", 512, "--threads", 1]  # fmt: skip
+            "--max-model-len", 512, "--threads", 1, "--dtype", "fp32"]  # fmt: skip
     with log.open("w") as out:
         process = subprocess.Popen(
             [str(part) for part in line], stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "200"}

@@ -67,7 +67,7 @@ def first_difference(a: Path, b: Path) -> dict[str, int]:
 
 
 def test_three_ranks_differ_from_one_by_rounding(demo_model: Path, capture: Capture, compare: Any) -> None:
-    code, found, _ = compare(capture(demo_model, 1), capture(demo_model, 3), "--max-kl", 1e-8)
+    code, found, _ = compare(capture(demo_model, 1), capture(demo_model, 3), "--max-kl", 1e-7)
     assert code == 0 and found["kl_tokens"] > 200
     assert found["identical"] + found["near_ties"] == 10
     assert found["kl"] > 0  # sums were made in another order
@@ -135,9 +135,9 @@ def test_one_scale_of_fp8_off_by_two(demo_model: Path, folder: Path, capture: Ca
     # 1 block of 216 in 1 of 210 matrices is no more than two engines differ by in bf16, and far more than two TP sizes
     code, found, _ = compare(good, block)
     assert code == 0 and 1e-5 < found["kl"] < 0.005
-    code, found, err = compare(good, block, "--max-kl", 1e-8)
-    assert code == 1 and "1e-08 is allowed" in err
-    assert all(p["kl_most"] > 1e-8 for p in found["pairs"])
+    code, found, err = compare(good, block, "--max-kl", 1e-7)
+    assert code == 1 and "1e-07 is allowed" in err
+    assert all(p["kl_most"] > 1e-7 for p in found["pairs"])
 
 
 def e4m3_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

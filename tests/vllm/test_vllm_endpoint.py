@@ -11,18 +11,24 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from served.real_server import serving
 from vllm_runs import LIMIT, ROOT, Vllm, tail
 
 SERVER = """
-import http.server, json, os, signal, sys, threading
+import http.server, json, os, signal, subprocess, sys, threading, time
 options = dict(zip(sys.argv[1::1], sys.argv[2::1]))
 said = {k: v for k, v in os.environ.items() if k.startswith(("ODDRANK", "VLLM_", "OMP_NUM"))}
-print(json.dumps([sys.argv[1:], said]), flush=True)
+engine = subprocess.Popen(["sleep", "300"])
+print(json.dumps([sys.argv[1:], said, engine.pid]), flush=True)
 if os.environ.get("FAILS"):
     sys.exit(int(os.environ["FAILS"]))
+if os.environ.get("STARTS"):
+    signal.signal(signal.SIGTERM, lambda *_: print("not now", flush=True))
+    while True:
+        time.sleep(1)
 class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
@@ -64,13 +70,34 @@ def served(at: Path, *options: object, **more: str) -> Iterator[subprocess.Popen
             process.kill()
 
 
-def started(process: subprocess.Popen[str]) -> tuple[list[str], dict[str, str], str]:
-    """The arguments and variables that vLLM got, and the URL that was told once it answered."""
+class Started(NamedTuple):
+    """The arguments and variables that vLLM got, the process of its engine, and the URL told once it answered."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    engine: int
+    url: str
+
+
+def started(process: subprocess.Popen[str]) -> Started:
     assert process.stdout is not None
-    arguments, said = json.loads(process.stdout.readline())
+    arguments, said, engine = json.loads(process.stdout.readline())
     line = process.stdout.readline()
     assert line.startswith("serving "), line
-    return arguments, said, line.split()[-1]
+    return Started(arguments, said, engine, line.split()[-1])
+
+
+def gone(pid: int) -> bool:
+    """Within 30 s; a zombie that nobody waits for is gone."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            if ") Z " in Path(f"/proc/{pid}/stat").read_text():
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -81,11 +108,11 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def test_it_serves_until_it_is_told_to_end(stand_in: Path) -> None:
     with served(stand_in, "--tp", 3, "--port", 0) as process:
-        arguments, said, url = started(process)
+        arguments, said, engine, url = started(process)
         with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGTERM)
-        assert ended(process)[0] == 143
+        assert ended(process)[0] == 143 and gone(engine)
     assert arguments[:2] == ["--model", str(stand_in / "some-model")]
     given = dict(zip(arguments[2::2], arguments[3::2], strict=True))
     assert given.pop("--port") == url.rpartition(":")[2]
@@ -104,7 +131,9 @@ def test_options_are_said_in_its_words(stand_in: Path) -> None:
         "--constraint", "gqa=3", "--api-key", "sesame", "--served-model-name", "a", "--served-model-name", "b",
     )  # fmt: skip
     with served(stand_in, *options, OMP_NUM_THREADS="9", ODDRANK_DRAFTER="off") as process:
-        arguments, said, _ = started(process)
+        arguments, said, _, _ = started(process)
+        process.send_signal(signal.SIGTERM)
+        assert ended(process)[0] == 143
     for part in ("--tensor-parallel-size 2", "--max-model-len 300", "--max-num-seqs 7", "--max-num-batched-tokens 107",
                  "--kv-cache-memory-bytes 536870912", "--dtype float32", "--served-model-name a b",
                  "--no-enable-prefix-caching"):  # fmt: skip
@@ -119,10 +148,11 @@ def test_options_are_said_in_its_words(stand_in: Path) -> None:
 
 def test_the_end_of_vllm_is_an_error(stand_in: Path) -> None:
     with served(stand_in, "--port", 0) as process:
-        _, _, url = started(process)
+        _, _, engine, url = started(process)
         with pytest.raises((urllib.error.URLError, OSError)):
             urllib.request.urlopen(url, b"", timeout=10)
         code, said = ended(process)
+    assert gone(engine)
     assert code == 2 and "vLLM ended by itself" in said and "Traceback" not in said
 
 
@@ -133,18 +163,33 @@ def test_a_start_that_fails_keeps_vllms_code(stand_in: Path, code: int) -> None:
     assert found == code and "Traceback" not in said
 
 
-def test_nothing_is_left_where_it_is_killed(stand_in: Path) -> None:
+def test_vllm_ends_where_it_is_killed(stand_in: Path) -> None:
     with served(stand_in, "--port", 0) as process:
-        _, _, url = started(process)
+        _, _, engine, url = started(process)
         process.kill()
     end = time.monotonic() + 30
     while time.monotonic() < end:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
         except OSError:
-            return
+            break
         time.sleep(0.05)
-    pytest.fail("vLLM still answers")
+    else:
+        pytest.fail("vLLM still answers")
+    os.kill(engine, signal.SIGKILL)  # vLLM's own would have been told by it
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_start_is_ended_although_vllm_does_not_listen(stand_in: Path, again: bool) -> None:
+    with served(stand_in, "--port", 0, STARTS="1") as process:
+        assert process.stdout is not None
+        _, _, engine = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "not now\n"
+        if again:
+            process.send_signal(signal.SIGTERM)
+
+        assert ended(process)[0] == 143 and gone(engine)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +222,8 @@ def test_it_answers_as_the_runtime_at_the_same_size(vllm: Vllm, demo_model: Path
     with log.open("w") as out:
         process = subprocess.Popen(
             [str(p) for p in line], stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path,
-            env=environment(ROOT / "tests" / "vllm" / "compat", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1"),
+            env=environment(ROOT / "tests" / "vllm" / "compat", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
+                            VLLM_CACHE_ROOT=str(tmp_path)),
         )  # fmt: skip
     try:
         capture(_url(process, log), tmp_path / "vllm.json")

@@ -1,40 +1,31 @@
-"""A model directory: its config, where its tensors lie, and a read-only view of each."""
+"""A model, in a directory or on the hub: its config, where its tensors lie, and a read-only view of each."""
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
-from oddrank.checkpoint.directory import (
-    INDEX,
-    carried_files,
-    inside,
-    list_directory,
-    model_directory,
-    shard_names,
-)
+from oddrank.checkpoint.directory import CONFIG, INDEX, Directory, shard_names
 from oddrank.checkpoint.dtypes import STORAGE, storage_shape
-from oddrank.checkpoint.header import TensorInfo, read_header, show, why
-from oddrank.checkpoint.jsonfile import read_file, read_object
+from oddrank.checkpoint.header import Header, TensorInfo, show, why
+from oddrank.checkpoint.hub import find
+from oddrank.checkpoint.jsonfile import parse_index, parse_object
 from oddrank.errors import OddrankError
 
-CONFIG = "config.json"
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
+if TYPE_CHECKING:
+    from oddrank.checkpoint.repository import Repository
 
 
 class Checkpoint:
-    """A checkpoint on disk. `open` reads its config and headers only; weights are mapped when `array` asks
-    for them.
+    """A checkpoint on disk or on the hub. `open` reads its config and headers only; weights are mapped when `array`
+    asks for them.
 
-    path:     the directory, as a real path.
+    path:     the directory, as a real path; of a model on the hub its id, which only names it.
+    name:     what the model is called: its directory, or its id without the owner.
     config:   config.json as it is (see config.ConfigView for typed access).
     tensors:  every stored tensor by name, in the order of the files and of the bytes within each.
     files:    the weight files' names relative to path, in order.
@@ -43,69 +34,75 @@ class Checkpoint:
 
     def __init__(
         self,
-        path: Path,
+        source: "Directory | Repository",
         config: dict[str, Any],
         tensors: dict[str, TensorInfo],
-        real: dict[str, Path],
         sizes: dict[str, int],
         metadata: dict[str, dict[str, str]],
         has_index: bool,
     ) -> None:
-        self.path = path
+        self.path = source.root
+        self.name = source.name
         self.config = config
         self.tensors = tensors
-        self.files = tuple(real)
+        self.files = tuple(sizes)
         self.metadata = metadata
         self.has_index = has_index
-        self._real = real
+        self._source = source
         self._sizes = sizes
         self._maps: dict[str, mmap.mmap] = {}
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> "Checkpoint":
-        """Read the config and the headers of the model directory `path`.
+    def open(cls, model: str | os.PathLike[str]) -> "Checkpoint":
+        """Read the config and the headers of a model directory, or of a model of the hub: `owner/name`, optionally
+        with `@revision`, where there is no such directory.
 
         The weights are model.safetensors.index.json's files, or model.safetensors, or every
-        model-*.safetensors. OddrankError where anything is missing, malformed, contradictory or outside the
-        directory.
+        model-*.safetensors. OddrankError where anything is missing, malformed, contradictory, outside the
+        directory, or not to be had from the hub.
         """
-        if not os.fspath(path):
+        if not os.fspath(model):
             raise OddrankError("The model's path is empty. Give the path of a model directory.")
-        root = model_directory(Path(path))
-        names = list_directory(root)
+        source = find(model)
+        root, names = source.root, source.names()
         if CONFIG not in names:
             # A directory of GGUF files has neither; its weights are the more useful complaint.
             if INDEX not in names:
                 shard_names(root, names)
             raise OddrankError(f"{root} has no {CONFIG}, so it is not a model directory in transformers' form.")
-        config = read_object(inside(root, CONFIG, "The model directory"))
+        config = parse_object(source.read(CONFIG), root / CONFIG)
         weight_map: dict[str, str] | None = None
         if INDEX in names:
-            weight_map = _read_index(inside(root, INDEX, "The model directory"))
+            weight_map = parse_index(source.read(INDEX), root / INDEX)
             shards = sorted(set(weight_map.values()))
             _refuse_ambiguity(root, names, shards)
-            source = INDEX
+            named_by = INDEX
         else:
             shards = shard_names(root, names)
-            source = "The model directory"
-        real = _locate(root, shards, source)
+            named_by = source.kind
+        _refuse_missing(source, shards, named_by)
+        headers = source.headers(shards, named_by, weight_map)
 
         tensors: dict[str, TensorInfo] = {}
         sizes: dict[str, int] = {}
         metadata: dict[str, dict[str, str]] = {}
-        for shard, file in real.items():
-            header = read_header(file, shard)
+        for shard, header in headers.items():
             metadata[shard] = header.metadata
             sizes[shard] = header.tensors[-1].end if header.tensors else header.size
             before = len(tensors)
             tensors.update({info.name: info for info in header.tensors})
             if len(tensors) != before + len(header.tensors):
-                _refuse_repeated(root, real, header.tensors)
+                _refuse_repeated(root, headers, shard)
         if weight_map is not None:
             _compare(root, weight_map, tensors)
         if not tensors:
-            raise OddrankError(f"{root} holds no tensor in its {len(real)} .safetensors files.")
-        return cls(root, config, tensors, real, sizes, metadata, weight_map is not None)
+            raise OddrankError(f"{root} holds no tensor in its {len(headers)} .safetensors files.")
+        return cls(source, config, tensors, sizes, metadata, weight_map is not None)
+
+    def fetched(self) -> "Checkpoint":
+        """The same checkpoint with its weights at hand: itself, or for a model on the hub its snapshot in the hub's
+        cache, downloaded as far as it is not there. OddrankError where that fails."""
+        return self if isinstance(self._source, Directory) else Checkpoint.open(self._source.fetch(self.files))
 
     def info(self, name: str) -> TensorInfo:
         """Where the tensor lies. OddrankError for a name that is not in the checkpoint."""
@@ -120,25 +117,28 @@ class Checkpoint:
         Nothing is read until the elements are. The view keeps its file mapped.
         """
         info = self.info(name)
-        dtype = STORAGE[info.dtype]
-        shape = storage_shape(info.dtype, info.shape)
+        dtype, shape = STORAGE[info.dtype], storage_shape(info.dtype, info.shape)
         if info.start == info.end:
             empty = np.empty(shape, dtype)
             empty.flags.writeable = False
             return empty
-        count = (info.end - info.start) // dtype.itemsize
-        return np.frombuffer(self._map(info.file), dtype, count, info.start).reshape(shape)
+        return np.frombuffer(self.raw(name), dtype).reshape(shape)
 
     def raw(self, name: str) -> memoryview:
-        """The stored tensor's bytes: a read-only view of the mapped file."""
+        """The stored tensor's bytes: a read-only view of the mapped file.
+
+        On the hub small tensors are read by a request each; OddrankError for larger ones.
+        """
         info = self.info(name)
         if info.start == info.end:
             return memoryview(b"")
+        if not isinstance(self._source, Directory):
+            return memoryview(self._source.stored(info))
         return memoryview(self._map(info.file))[info.start : info.end]
 
     def location(self, file: str) -> Path:
-        """The real path of a weight file."""
-        return self._real[file]
+        """The real path of a weight file. OddrankError where it is on the hub."""
+        return self._source.path(file, INDEX if self.has_index else self._source.kind)
 
     def release(self, names: Iterable[str] | None = None) -> None:
         """Drop the mapped pages of these tensors (of every file if None) from this process's memory.
@@ -183,16 +183,21 @@ class Checkpoint:
         Names relative to `path`. Weights in other formats, shard indexes and bookkeeping of git and download
         tools are left out. Open them through `other_file`.
         """
-        return carried_files(self.path, frozenset(self.files))
+        return self._source.others(frozenset(self.files))
 
     def other_file(self, name: str) -> Path:
-        """The real path of a file of the directory. OddrankError where it is missing or leads outside."""
-        return inside(self.path, name, "The model directory")
+        """The real path of a file of the directory. OddrankError where it is missing, leads outside, or is on the
+        hub."""
+        return self._source.path(name)
+
+    def other_object(self, name: str) -> dict[str, Any] | None:
+        """The JSON object in a file beside the weights; None where there is no such file."""
+        return parse_object(self._source.read(name), self.path / name) if name in self.other_files() else None
 
     def _map(self, file: str) -> mmap.mmap:
         mapped = self._maps.get(file)
         if mapped is None:
-            path = self._real[file]
+            path = self.location(file)
             try:
                 with open(path, "rb") as stream:
                     size = os.fstat(stream.fileno()).st_size
@@ -210,36 +215,20 @@ class Checkpoint:
         return mapped
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        index = msgspec.json.decode(read_file(path), type=_Index)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).replace("\n", " ")
-        raise OddrankError(
-            f"{path} is not a shard index: a JSON object whose weight_map gives each tensor's file "
-            f"({reason}). "
-            f"Download it again, or remove it: the shards can be read without it."
-        ) from None
-    if not index.weight_map:
-        raise OddrankError(f"{path} names no tensor. Download it again, or remove it.")
-    return index.weight_map
-
-
-def _locate(root: Path, shards: list[str], source: str) -> dict[str, Path]:
-    """Every shard's real path; the missing ones are reported together."""
-    missing = [s for s in shards if ".." not in s and "\0" not in s and not os.path.lexists(root / s)]
+def _refuse_missing(source: "Directory | Repository", shards: list[str], named_by: str) -> None:
+    """The missing shards are reported together."""
+    missing = [shard for shard in shards if not source.holds(shard)]
     if missing:
         raise OddrankError(
-            f"{source} names {len(shards)} weight files and {len(missing)} of them are missing from {root}: "
+            f"{named_by} names {len(shards)} weight files and {len(missing)} of them are missing from {source.root}: "
             f"{', '.join(show(m) for m in missing[:3])}{', ...' if len(missing) > 3 else ''}. Download the "
             f"model again."
         )
     for shard in shards:
         if not shard.endswith(".safetensors"):
             raise OddrankError(
-                f"{source} of {root} names {show(shard)} as a weight file; only .safetensors files are read."
+                f"{named_by} of {source.root} names {show(shard)} as a weight file; only .safetensors files are read."
             )
-    return {shard: inside(root, shard, source) for shard in shards}
 
 
 def _refuse_ambiguity(root: Path, names: list[str], shards: list[str]) -> None:
@@ -251,15 +240,12 @@ def _refuse_ambiguity(root: Path, names: list[str], shards: list[str]) -> None:
         )
 
 
-def _refuse_repeated(root: Path, real: dict[str, Path], tensors: tuple[TensorInfo, ...]) -> None:
-    """Find the earlier shard of a tensor that is stored twice: `open` has already overwritten its entry."""
-    last = tensors[0].file
-    for shard, file in real.items():
-        if shard == last:
-            break
-        names = {info.name for info in read_header(file, shard).tensors}
-        for info in tensors:
-            if info.name in names:
+def _refuse_repeated(root: Path, headers: Mapping[str, Header], last: str) -> None:
+    """Find the earlier shard of a tensor that `last` stores again: `open` has already overwritten its entry."""
+    repeated = {info.name for info in headers[last].tensors}
+    for shard, header in headers.items():
+        for info in header.tensors:
+            if shard != last and info.name in repeated:
                 raise OddrankError(
                     f"Tensor {show(info.name)} is stored twice in {root}: in {show(shard)} and in "
                     f"{show(last)}. Which of "

@@ -8,11 +8,14 @@ same repository.
 import os
 import re
 import stat
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from oddrank.checkpoint.header import show, why
+from oddrank.checkpoint.header import Header, read_header, show, why
+from oddrank.checkpoint.jsonfile import read_file
 from oddrank.errors import OddrankError
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -25,6 +28,53 @@ _BOOKKEEPING = (".safetensors.index.json", ".bin.index.json", ".partial", ".inco
 _NOT_CARRIED = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
 
 
+class Directory:
+    """A model directory on disk, which a checkpoint is read from.
+
+    root: its real path. kind: what errors call it. File names are relative, with forward slashes.
+    """
+
+    kind = "The model directory"
+
+    def __init__(self, path: Path) -> None:
+        """OddrankError where `path` is no readable directory."""
+        self.root = model_directory(path)
+
+    @property
+    def name(self) -> str:
+        """The model's name: the directory's, or the repository's for a snapshot in the hub's cache."""
+        cached = _hub_repository(self.root)
+        at_top = cached is not None and self.root.parent.parent == cached
+        return cached.name.rpartition("--")[2] if cached is not None and at_top else self.root.name
+
+    def names(self) -> list[str]:
+        """Names at the top of the directory, sorted."""
+        return list_directory(self.root)
+
+    def holds(self, name: str) -> bool:
+        """Is there something of this name? True for a name that `path` refuses."""
+        return ".." in name or "\0" in name or os.path.lexists(self.root / name)
+
+    def path(self, name: str, named_by: str = kind) -> Path:
+        """The real path of a file. OddrankError for a name that is missing or leads outside."""
+        return inside(self.root, name, named_by)
+
+    def read(self, name: str) -> bytes:
+        """A whole file of at most MAX_JSON bytes."""
+        return read_file(self.path(name))
+
+    def headers(
+        self, shards: Iterable[str], named_by: str, weight_map: Mapping[str, str] | None = None
+    ) -> dict[str, Header]:
+        """The headers of these weight files, in order. `named_by` says who names them."""
+        real = {shard: self.path(shard, named_by) for shard in shards}
+        return {shard: read_header(path, shard) for shard, path in real.items()}
+
+    def others(self, weights: frozenset[str]) -> tuple[str, ...]:
+        """Every file that holds no weights: see `carried_files`."""
+        return carried_files(self.root, weights)
+
+
 def model_directory(path: Path) -> Path:
     """The directory `path`, with no link left in it. OddrankError where it is not a readable directory."""
     shown = show(str(path))
@@ -32,10 +82,10 @@ def model_directory(path: Path) -> Path:
         real = Path(os.path.realpath(path, strict=True))
         mode = real.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        hint = ""
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-            hint = f" If it is a model of the Hugging Face hub, download it first: hf download {path}."
-        raise OddrankError(f"There is no {shown}. Give the path of a model directory.{hint}") from None
+        raise OddrankError(
+            f"There is no {shown}. Give the path of a model directory, or the id of a model of the Hugging Face hub "
+            f"(owner/name)."
+        ) from None
     except OSError as error:
         raise OddrankError(f"{shown} cannot be read: {why(error)}.") from None
     except ValueError as error:
@@ -79,8 +129,7 @@ def inside(root: Path, name: str, source: str) -> Path:
     except (OSError, ValueError) as error:
         reason = why(error) if isinstance(error, OSError) else str(error)
         raise OddrankError(f"{source} names the file {show(name)} of {root}, which cannot be read: {reason}.") from None
-    blobs = _hub_blobs(root)
-    if not real.is_relative_to(root) and (blobs is None or real.parent != blobs):
+    if not real.is_relative_to(root) and not _is_hub_blob(root, path, real):
         raise OddrankError(
             f"{source} names the file {show(name)}, a link that leads outside the model directory {root}, to "
             f"{real}. "
@@ -91,13 +140,28 @@ def inside(root: Path, name: str, source: str) -> Path:
     return real
 
 
-def _hub_blobs(root: Path) -> Path | None:
-    """The blob folder of the hub cache that `root` is a snapshot in (or a folder of one), if it is."""
+def _hub_repository(root: Path) -> Path | None:
+    """The repository of the hub's cache that `root` is a snapshot of (or a folder of one), if it is."""
     for folder in (root, *root.parents):
         repository = folder.parent.parent
         if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
-            return repository / "blobs"
+            return repository
     return None
+
+
+def _is_hub_blob(root: Path, path: Path, real: Path) -> bool:
+    """Is `path` the hub's link to a blob of its own repository?
+
+    The blob may itself be a link, to the store that the repositories of a cache share (huggingface_hub 2).
+    """
+    repository = _hub_repository(root)
+    if repository is None:
+        return False
+    blobs = repository / "blobs"
+    if real.parent == blobs:
+        return True
+    target = Path(os.path.normpath(path.parent / os.readlink(path))) if path.is_symlink() else path
+    return target.parent == blobs and real.parent.parent == repository.parent / "blobs"
 
 
 def shard_names(root: Path, names: list[str]) -> list[str]:
@@ -190,8 +254,16 @@ def carried_files(root: Path, weights: frozenset[str]) -> tuple[str, ...]:
                 )
         for file in files:
             name = os.path.relpath(os.path.join(folder, file), root)
-            if name in weights or file.endswith((*_WEIGHTS, *_BOOKKEEPING)):
+            if name in weights or not is_carried(name):
                 continue
             inside(root, name, "The model directory")
             found.append(name)
     return tuple(sorted(found))
+
+
+def is_carried(name: str) -> bool:
+    """Does a file of this name belong to the model without holding weights in some format?"""
+    *folders, file = name.split("/")
+    if any(f in _NOT_CARRIED or f.endswith(".partial") for f in folders):
+        return False
+    return not file.endswith((*_WEIGHTS, *_BOOKKEEPING))

@@ -10,7 +10,6 @@ twice, unknown fields).
 import json
 import os
 import stat
-import struct
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -96,21 +95,13 @@ def read_header(path: Path, file: str | None = None) -> Header:
         if not stat.S_ISREG(status.st_mode):
             raise OddrankError(f"{path} is not a regular file, so it cannot be a safetensors file.")
         size = status.st_size
-        if size < 8:
-            _refuse(path, f"it has {size} bytes, and the length of the header alone takes 8")
-        (length,) = struct.unpack("<Q", _read(fd, 8, 0))
-        if length > MAX_HEADER:
-            _refuse(path, f"its header claims {length} bytes, above the format's limit of {MAX_HEADER}")
-        if length > size - 8:
-            _refuse(path, f"its header claims {length} bytes, but only {size - 8} bytes follow in the file")
+        length = header_length(_read(fd, 8, 0), size, path)
         raw = _read(fd, length, 8)
     except OSError as error:
         raise OddrankError(f"{path} cannot be read: {why(error)}.") from None
     finally:
         os.close(fd)
-    if len(raw) != length:
-        _refuse(path, f"its header is {length} bytes long and reading stopped after {len(raw)}")
-    return parse_header(raw, size, path, file if file is not None else path.name)
+    return parse_header(whole_header(raw, length, path), size, path, file if file is not None else path.name)
 
 
 def _read(fd: int, count: int, offset: int) -> bytes:
@@ -124,6 +115,28 @@ def _read(fd: int, count: int, offset: int) -> bytes:
         offset += len(part)
         count -= len(part)
     return b"".join(parts)
+
+
+def header_length(prefix: bytes, size: int, path: Path) -> int:
+    """Bytes of JSON that the first 8 bytes of a file of `size` bytes announce. OddrankError for what cannot be.
+
+    `path` is only named in errors.
+    """
+    if size < 8 or len(prefix) < 8:
+        _refuse(path, f"it has {min(size, len(prefix))} bytes, and the length of the header alone takes 8")
+    length = int.from_bytes(prefix[:8], "little")
+    if length > MAX_HEADER:
+        _refuse(path, f"its header claims {length} bytes, above the format's limit of {MAX_HEADER}")
+    if length > size - 8:
+        _refuse(path, f"its header claims {length} bytes, but only {size - 8} bytes follow in the file")
+    return length
+
+
+def whole_header(raw: bytes, length: int, path: Path) -> bytes:
+    """`raw`, or OddrankError where fewer bytes came than the header has. `path` is only named in errors."""
+    if len(raw) != length:
+        _refuse(path, f"its header is {length} bytes long and reading stopped after {len(raw)}")
+    return raw
 
 
 def parse_header(raw: bytes, size: int, path: Path, file: str) -> Header:

@@ -41,11 +41,16 @@ def read_file(path: Path, limit: int = MAX_JSON) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file. NaN and Infinity, which Python's json writes, are accepted.
+    """The JSON object in the file, as `parse_object` takes it. OddrankError for a file that is unreadable, too."""
+    return parse_object(read_file(path), path)
 
-    OddrankError for a file that is unreadable, not JSON, not an object, or nested more than MAX_DEPTH deep.
+
+def parse_object(raw: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object that these bytes are. NaN and Infinity, which Python's json writes, are accepted.
+
+    `path` is only named in errors. OddrankError for what is not JSON, not an object, or nested more than MAX_DEPTH
+    deep.
     """
-    raw = read_file(path)
     value: Any
     try:
         value = msgspec.json.decode(raw)
@@ -63,6 +68,25 @@ def read_object(path: Path) -> dict[str, Any]:
         raise OddrankError(f"{path} holds a JSON {_kind(value)} where an object is expected.")
     _check(value, path)
     return value
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def parse_index(raw: bytes, path: Path) -> dict[str, str]:
+    """Each tensor's file, of a shard index. `path` is only named in errors. OddrankError for anything else."""
+    try:
+        index = msgspec.json.decode(raw, type=_Index)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).replace("\n", " ")
+        raise OddrankError(
+            f"{path} is not a shard index: a JSON object whose weight_map gives each tensor's file ({reason}). "
+            f"Download it again, or remove it: the shards can be read without it."
+        ) from None
+    if not index.weight_map:
+        raise OddrankError(f"{path} names no tensor. Download it again, or remove it.")
+    return index.weight_map
 
 
 def _check(value: Any, path: Path) -> None:

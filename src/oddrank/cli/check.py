@@ -46,7 +46,6 @@ def command(
     rank's. Exit code 1 on anything unmatched, missing or contradictory.
     """
     from oddrank.checkpoint import Checkpoint
-    from oddrank.checkpoint.jsonfile import read_object
     from oddrank.formats.declared import declared
     from oddrank.layout.coverage import disagreements
     from oddrank.layout.executors import Constraints
@@ -60,9 +59,7 @@ def command(
     checkpoint = Checkpoint.open(model)
     subject = study(checkpoint)
     census = subject.census
-    modelopt = None
-    if "hf_quant_config.json" in checkpoint.other_files():
-        modelopt = read_object(checkpoint.other_file("hf_quant_config.json"))
+    modelopt = checkpoint.other_object("hf_quant_config.json")
     contrary = list(disagreements(subject.model, census, declared(quantization_of(checkpoint), modelopt)))
     shapes: dict[str, tuple[int, ...]] = {}
     if not census.problems:

@@ -96,8 +96,11 @@ def command(
         if any("\ud800" <= c <= "\udfff" for c in prompt):
             raise OddrankError("--prompt is not valid UTF-8.")
     chosen = ExpertOptions.parse(experts, expert_cache, expert_load)
+    from oddrank.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(model)
     plan = plan_for(
-        model,
+        checkpoint,
         None if sizes is None else sizes[0],
         executor=executor,
         layout=layout,
@@ -129,7 +132,7 @@ def command(
         sys.stdout.flush()
 
     result = generate(
-        model,
+        checkpoint.fetched().path,
         plan,
         asked,
         Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,9 @@ from oddrank.errors import OddrankError
 from oddrank.layout.plan import Plan
 from oddrank.layout.solver import DEFAULT_CONTEXT, LAYOUTS
 from oddrank.runtime.expert_options import KINDS, LOADS
+
+if TYPE_CHECKING:
+    from oddrank.checkpoint import Checkpoint
 
 
 class Sizes(click.ParamType[list[int]]):
@@ -92,7 +95,7 @@ Command = Callable[..., Any]
 
 
 def plan_for(
-    model: str,
+    checkpoint: Checkpoint,
     tp: int | None,
     *,
     executor: str,
@@ -107,17 +110,16 @@ def plan_for(
 
     Raises OddrankError where there is neither a number of ranks nor a plan that has one.
     """
-    from oddrank.checkpoint import Checkpoint
     from oddrank.planner import adopt_plan, make_plan
 
     if plan_file is not None and rank_memory is not None:
         raise OddrankError("--plan has its ranks' parts in it, and --rank-memory asks for others. Leave out one.")
     if plan_file is not None:
-        return adopt_plan(plan_file, Checkpoint.open(model), tp)
+        return adopt_plan(plan_file, checkpoint, tp)
     if tp is None:
         raise OddrankError("how many ranks? Give --tp N, or --plan with a saved plan.")
     return make_plan(
-        model,
+        checkpoint,
         tp,
         executor=executor,
         layout=layout,

@@ -48,6 +48,7 @@ def command(
     request = Request(tp=sizes[0], executor=executor, layout=layout, context=context, constraints=wanted)
     planned = plan_subject(subject, request)
     plan = planned.plan
+    checkpoint = checkpoint.fetched()
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=as_json or not console.is_terminal, transient=True) as bar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -25,6 +26,9 @@ from oddrank.errors import OddrankError
 @click.option(
     "--drafter", type=click.Path(), help="A speculative drafter to plan with MODEL, so that their KV caches agree."
 )
+@click.option(
+    "--html", type=click.Path(dir_okay=False), help="Write a page that shows the plan: who holds what, and why."
+)
 @click.option("--json", "as_json", is_flag=True, help='Print JSON, with the whole plan under "plan".')
 def command(
     model: str,
@@ -37,12 +41,15 @@ def command(
     memory: list[float] | None,
     run_tp: list[int] | None,
     drafter: str | None,
+    html: str | None,
     as_json: bool,
 ) -> None:
-    """Plan MODEL, a directory with config.json and safetensors files, for N ranks.
+    """Plan MODEL for N ranks: a directory with config.json and safetensors files, or a model of the Hugging Face hub
+    (owner/name, or owner/name@revision).
 
-    Reads headers only. Shows every axis as trained and as planned, bytes per rank, the alternatives, and the
-    proof that the plan computes what the model computes; a plan that cannot be proven is an error.
+    Reads headers only, those of a model of the hub over HTTP. Shows every axis as trained and as planned, bytes per
+    rank, the alternatives, and the proof that the plan computes what the model computes; a plan that cannot be proven
+    is an error.
     """
     from oddrank.checkpoint import Checkpoint
     from oddrank.layout.executors import Constraints
@@ -54,6 +61,8 @@ def command(
         raise OddrankError("--rank-memory says what every rank has, and so does --memory. Leave out one.")
     if memory is not None and len(sizes) > 1:
         raise OddrankError("--memory is for one size of --tp, not several.")
+    if html is not None and len(sizes) > 1:
+        raise OddrankError("--html shows one size of --tp, not several.")
     subject = study(Checkpoint.open(model))
     wanted = Constraints.parse(constraint_pairs(constraints), subject.model)
 
@@ -75,6 +84,11 @@ def command(
             every = [*plan_with_drafter(subject, study(Checkpoint.open(drafter)), request(sizes[0]))]
         known = [memory[0]] * sizes[0] if memory else None
         reports = [{**describe(p.solution, p.census, p.checks, known), "plan": p.plan} for p in every]
+        if html is not None:
+            from oddrank.checkpoint.wholefile import write_whole
+            from oddrank.picture import page
+
+            write_whole(Path(html), page(reports).encode())
         if as_json:
             click.echo(msgspec.json.encode({**reports[0], "drafter": reports[1]} if drafter else reports[0]))
         else:

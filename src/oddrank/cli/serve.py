@@ -30,7 +30,7 @@ from oddrank.runtime.expert_options import ExpertOptions
     "names",
     multiple=True,
     metavar="NAME",
-    help="What requests call it; repeatable. By default the directory's name.",
+    help="What requests call it; repeatable. By default the model's own name.",
 )
 @click.option(
     "--max-model-len",
@@ -84,8 +84,11 @@ def command(
     if engine == "vllm":
         _serve_with_vllm(click.get_current_context(), where, 1 if sizes is None else sizes[0])
         return
+    from oddrank.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(where)
     plan = plan_for(
-        where, 1 if sizes is None and plan_file is None else sizes[0] if sizes else None, executor=executor,
+        checkpoint, 1 if sizes is None and plan_file is None else sizes[0] if sizes else None, executor=executor,
         layout=layout, context=context, constraints=constraints, run_tp=run_tp, plan_file=plan_file,
         rank_memory=rank_memory,
     )  # fmt: skip
@@ -102,7 +105,7 @@ def command(
             f"oddrank serve needs {error.name}, which is not installed: pip install 'oddrank[serve]'."
         ) from None
     serve(
-        where,
+        checkpoint.fetched().path,
         plan,
         ServeOptions(host, port, names, api_key, log_json),
         ServingOptions(

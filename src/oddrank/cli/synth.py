@@ -48,8 +48,8 @@ def command(
     say otherwise. The values are random, seeded, and scaled so that the model runs.
     """
     from oddrank.checkpoint import Checkpoint
-    from oddrank.cli.tables import amount
     from oddrank.errors import OddrankError
+    from oddrank.report import amount
     from oddrank.synth import describe_release, write_checkpoint, write_headers
 
     if full_vocab and vocab is not None:

@@ -7,14 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-
-def amount(n: float) -> str:
-    """Bytes with a binary unit: 270.3 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024 or unit == "GiB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    raise AssertionError
+from oddrank.report import amount
 
 
 def each(values: list[int], ranks: int) -> str:

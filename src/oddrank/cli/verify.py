@@ -64,12 +64,13 @@ def command(
         asked = "a ragged layout" if layout == "ragged" else "--rank-memory"
         raise OddrankError(f"{asked} has no padded checkpoint; choose --layout pad, replicate or auto.")
     chosen = ExpertOptions.parse(experts, expert_cache, expert_load)
-    vocab = study(Checkpoint.open(model)).model.axis("vocab").count
+    checkpoint = Checkpoint.open(model)
+    vocab = study(checkpoint).model.axis("vocab").count
     plans = {}
     for what, executor in (("runtime", "runtime"), ("padded", "vllm")):
         if only in (None, what) and not (ragged and what == "padded"):
             plans[what] = plan_for(
-                model,
+                checkpoint,
                 sizes[0],
                 executor=executor,
                 layout=layout,
@@ -85,6 +86,7 @@ def command(
         why = not_served(plans["runtime"])
         if why is not None:
             raise OddrankError(f"{plans['runtime'].name}: {why} `--only padded` verifies the padded checkpoint.")
+    model = str(checkpoint.fetched().path)
     try:
         from oddrank.verify.oracle import default_prompts, transformers_logits
         from oddrank.verify.verify import verify_padded, verify_runtime

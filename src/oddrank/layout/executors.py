@@ -57,7 +57,7 @@ RUNTIME = Executor(
     reader="transformers",
     finest_block=64,
     families=("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe"),
-    formats=("dense", "fp8", "mxfp4", "nvfp4"),
+    formats=("dense", "fp8", "int4", "int8", "mxfp4", "nvfp4"),
     handles=("rms_norm", "slopes", "top_k"),
 )
 EXECUTORS: Mapping[str, Executor] = {e.name: e for e in (RUNTIME, VLLM)}

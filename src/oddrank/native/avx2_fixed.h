@@ -1,16 +1,15 @@
-// Products of 4-bit floats by 16-bit integers in AVX2, see fixed_x.h.
+// Products of 4-bit numbers by 16-bit integers in AVX2, see fixed_x.h.
 //
 // 64 bytes are GROUP columns, eight blocks of 16: a block's first four bytes go to a 32-bit lane, its last four to the
 // same lane of another vector. One look-up makes signed bytes of the low nibbles, one of the high; words that have one of
 // them on top (256 times the number) are multiplied by x's words. A lane's sum is then of one block, so scales need no
-// more than to be put in the lanes' order, which is blocks 0 1 4 5 2 3 6 7.
+// more than to be put in the lanes' order, which is blocks 0 1 4 5 2 3 6 7. Codes of int4 need no look-up and are words as
+// they are; a lane's zero point is multiplied by the lane's sum of x.
 #pragma once
 #include "fixed_x.h"
 
 namespace oddrank {
 namespace {
-
-constexpr int INTEGER = 512;  // words are 256 times twice the weights
 
 // A scale for each block.
 inline __m256 fixed_scales(FixedNvfp4, const uint8_t *p) {
@@ -31,6 +30,40 @@ inline __m256 fixed_scales(FixedMxfp4, const uint8_t *p) {
   const __m256i top = _mm256_shuffle_epi8(_mm256_set1_epi32(four), spread);
   // code 0 is 2^-127
   return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_srli_epi32(top, 1), _mm256_set1_epi32(0x00400000)));
+}
+
+template <int COLUMNS>
+inline __m256i int4_words(const uint8_t *p) {
+  int32_t words[4];
+  __builtin_memcpy(words, p, 4 * 128 / COLUMNS);
+  if constexpr (COLUMNS == 128) return _mm256_set1_epi32(words[0]);
+  if constexpr (COLUMNS == 64)
+    return _mm256_setr_epi32(words[0], words[0], words[1], words[1], words[0], words[0], words[1], words[1]);
+  return _mm256_setr_epi32(words[0], words[0], words[2], words[2], words[1], words[1], words[3], words[3]);
+}
+
+template <int COLUMNS>
+inline __m256 fixed_scales(FixedInt4<COLUMNS>, const uint8_t *p) {
+  return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_set1_epi32(255), int4_words<COLUMNS>(p)));
+}
+
+// Each lane's zero point, and 256 times it.
+template <int COLUMNS>
+inline __m256i fixed_zeros(FixedInt4<COLUMNS>, const uint8_t *p) {
+  const __m256i both =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, -1, -1, 0, 4, -1, -1, 4, 8, -1, -1, 8, 12, -1, -1, 12));
+  return _mm256_shuffle_epi8(int4_words<COLUMNS>(p), both);
+}
+
+inline void fixed_sums(uint8_t *out) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i total = _mm256_setzero_si256();
+  for (int c = 0; c < 8; c++)
+    total = _mm256_sub_epi32(
+        total, _mm256_madd_epi16(_mm256_load_si256(reinterpret_cast<const __m256i *>(out + 32 * c)), ones));
+  const __m256i low = _mm256_and_si256(total, _mm256_set1_epi32(255));
+  const __m256i high = _mm256_slli_epi32(_mm256_srai_epi32(total, 8), 16);
+  _mm256_store_si256(reinterpret_cast<__m256i *>(out + 256), _mm256_or_si256(low, high));
 }
 
 inline void fixed_words(const float *x, float inverse, uint8_t *out) {
@@ -54,8 +87,19 @@ inline void fixed_words(const float *x, float inverse, uint8_t *out) {
     }
 }
 
-// Four nibbles of each word -> words with one of them, as 512 times its number, each.
-inline INLINE void fixed_weights(__m256i v, __m256i (&w)[4]) {
+// Four nibbles of each word -> words of one code each.
+template <int COLUMNS>
+inline INLINE void fixed_weights(FixedInt4<COLUMNS>, __m256i v, __m256i (&w)[4]) {
+  const __m256i nibble = _mm256_set1_epi16(15);
+  w[0] = _mm256_and_si256(v, nibble);
+  w[1] = _mm256_and_si256(_mm256_srli_epi16(v, 4), nibble);
+  w[2] = _mm256_and_si256(_mm256_srli_epi16(v, 8), nibble);
+  w[3] = _mm256_srli_epi16(v, 12);
+}
+
+// The same -> 512 times the number of each.
+template <class S>
+inline INLINE void fixed_weights(S, __m256i v, __m256i (&w)[4]) {
   const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
   const __m256i nibble = _mm256_set1_epi8(0x0f), upper = _mm256_set1_epi16(short(0xff00));
   const __m256i even = _mm256_shuffle_epi8(table, _mm256_and_si256(v, nibble));
@@ -79,13 +123,18 @@ inline INLINE void fixed_group(const uint8_t *p, const uint8_t *s, const uint8_t
   const __m256 a = _mm256_loadu_ps(reinterpret_cast<const float *>(p));
   const __m256 b = _mm256_loadu_ps(reinterpret_cast<const float *>(p + 32));
   __m256i first[4], second[4];
-  fixed_weights(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88)), first);
-  fixed_weights(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd)), second);
+  fixed_weights(S(), _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0x88)), first);
+  fixed_weights(S(), _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd)), second);
   const __m256 scale = fixed_scales(S(), s);
+  __m256i zeros = _mm256_setzero_si256();
+  if constexpr (S::ZEROS) zeros = fixed_zeros(S(), s);
 #pragma GCC unroll 8
   for (int i = 0; i < N; i++) {
     const uint8_t *at = x[i] + words;
-    const __m256i total = _mm256_add_epi32(fixed_sum(first, at), fixed_sum(second, at + 128));
+    __m256i total = _mm256_add_epi32(fixed_sum(first, at), fixed_sum(second, at + 128));
+    if constexpr (S::ZEROS)
+      total = _mm256_add_epi32(
+          total, _mm256_madd_epi16(zeros, _mm256_load_si256(reinterpret_cast<const __m256i *>(at + 256))));
     Vec product = _mm256_cvtepi32_ps(total);
     if constexpr (S::EARLY) product = mul(product, _mm256_broadcast_ss(reinterpret_cast<const float *>(x[i] + scales)));
     sums[i] = fma(product, scale, sums[i]);

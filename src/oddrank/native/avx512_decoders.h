@@ -109,6 +109,49 @@ struct Nvfp4 : E2m1 {
   }
 };
 
+// The words of a group's scales in the lanes' order, eight columns a lane.
+template <int COLUMNS>
+inline __m512i int4_words(const uint8_t *p) {
+  if constexpr (COLUMNS == 128) {
+    int32_t one;
+    __builtin_memcpy(&one, p, 4);
+    return _mm512_set1_epi32(one);
+  } else if constexpr (COLUMNS == 64) {
+    const __m512i two = _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), two);
+  } else {
+    const __m512i four = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), four);
+  }
+}
+
+// 128 integers: lane i has eight, 8 i to 8 i + 7, one a nibble.
+template <int COLUMNS>
+struct Int4 {
+  static constexpr int GROUP = 128, BYTES = 64, KIND = 2, SCALES = 1, SCALE_BYTES = 4 * GROUP / COLUMNS;
+  static constexpr float UNIT = 1, OF_X = 1;
+  struct Seen {
+    Vec zero = _mm512_setzero_ps();
+  };
+  static bool bad(const Seen &) { return false; }
+  static int column(int i) { return 8 * (i % 16) + i / 16; }
+  template <class Take>
+  static inline __attribute__((always_inline)) void decode(const uint8_t *p, Seen &seen, Take take) {
+    const __m512i v = _mm512_loadu_si512(p), nibble = _mm512_set1_epi32(15);
+    const Vec zero = seen.zero;
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+      const __m512i codes = _mm512_and_si512(_mm512_srli_epi32(v, unsigned(4 * j)), nibble);
+      take(j, _mm512_sub_ps(_mm512_cvtepi32_ps(codes), zero));
+    }
+  }
+  static inline void scales(const uint8_t *p, Vec factor, Vec (&scale)[1], Seen &seen) {
+    const __m512i words = int4_words<COLUMNS>(p);
+    scale[0] = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_andnot_si512(_mm512_set1_epi32(255), words)), factor);
+    seen.zero = _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(255)));
+  }
+};
+
 struct Mxfp4 : E2m1 {
   static constexpr int SCALE_BYTES = 4;
   static constexpr float UNIT = 1, OF_X = 1;

@@ -1,15 +1,14 @@
-// Products of 4-bit floats by 16-bit integers in AVX-512 with VNNI, see fixed_x.h.
+// Products of 4-bit numbers by 16-bit integers in AVX-512 with VNNI, see fixed_x.h.
 //
 // 64 bytes are GROUP columns, eight blocks of 16: a 32-bit lane has half a block, columns 8 i to 8 i + 7 of lane i. One
 // look-up makes signed bytes of the low nibbles, one of the high; words that have one of them on top (256 times the
-// number) are multiplied by x's words, four times two to a lane. Scales are spread over two lanes each.
+// number) are multiplied by x's words, four times two to a lane. Codes of int4 need no look-up and are words as they are;
+// a lane's zero point is multiplied by the lane's sum of x. Scales are spread over the lanes.
 #pragma once
 #include "fixed_x.h"
 
 namespace oddrank {
 namespace {
-
-constexpr int INTEGER = 512;  // words are 256 times twice the weights
 
 inline __m512 fixed_scales(FixedNvfp4, const uint8_t *p) {
   int64_t eight;
@@ -31,6 +30,26 @@ inline __m512 fixed_scales(FixedMxfp4, const uint8_t *p) {
   return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(exponents, 23), _mm512_set1_epi32(0x00400000)));
 }
 
+template <int COLUMNS>
+inline __m512 fixed_scales(FixedInt4<COLUMNS>, const uint8_t *p) {
+  return _mm512_castsi512_ps(_mm512_andnot_si512(_mm512_set1_epi32(255), int4_words<COLUMNS>(p)));
+}
+
+// Each lane's zero point, and 256 times it.
+template <int COLUMNS>
+inline __m512i fixed_zeros(FixedInt4<COLUMNS>, const uint8_t *p) {
+  const __m512i both = _mm512_broadcast_i32x4(_mm_setr_epi8(0, -1, -1, 0, 4, -1, -1, 4, 8, -1, -1, 8, 12, -1, -1, 12));
+  return _mm512_shuffle_epi8(int4_words<COLUMNS>(p), both);
+}
+
+inline void fixed_sums(uint8_t *out) {
+  const __m512i ones = _mm512_set1_epi16(1);
+  __m512i total = _mm512_setzero_si512();
+  for (int c = 0; c < 4; c++) total = _mm512_sub_epi32(total, _mm512_madd_epi16(_mm512_load_si512(out + 64 * c), ones));
+  const __m512i low = _mm512_and_si512(total, _mm512_set1_epi32(255)), high = _mm512_slli_epi32(_mm512_srai_epi32(total, 8), 16);
+  _mm512_store_si512(out + 256, _mm512_or_si512(low, high));
+}
+
 inline void fixed_words(const float *x, float inverse, uint8_t *out) {
   const __m512 by = _mm512_set1_ps(inverse);
   // of eight words 0 4, 1 5, 2 6, 3 7
@@ -50,23 +69,46 @@ inline void fixed_words(const float *x, float inverse, uint8_t *out) {
   }
 }
 
-template <class S, int N>
-inline INLINE void fixed_group(const uint8_t *p, const uint8_t *s, const uint8_t *const (&x)[N], int64_t words,
-                               int64_t scales, Vec (&sums)[N]) {
+// Eight nibbles of each lane -> words of the codes.
+template <int COLUMNS>
+inline INLINE void fixed_weights(FixedInt4<COLUMNS>, const uint8_t *p, __m512i (&w)[4]) {
+  const __m512i v = _mm512_loadu_si512(p), nibble = _mm512_set1_epi16(15);
+  w[0] = _mm512_and_si512(v, nibble);
+  w[1] = _mm512_and_si512(_mm512_srli_epi16(v, 4), nibble);
+  w[2] = _mm512_and_si512(_mm512_srli_epi16(v, 8), nibble);
+  w[3] = _mm512_srli_epi16(v, 12);
+}
+
+// The same -> words of 512 times the number.
+template <class S>
+inline INLINE void fixed_weights(S, const uint8_t *p, __m512i (&w)[4]) {
   const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
   const __m512i nibble = _mm512_set1_epi8(0x0f), upper = _mm512_set1_epi16(short(0xff00));
   const __m512i v = _mm512_loadu_si512(p);
   const __m512i even = _mm512_shuffle_epi8(table, _mm512_and_si512(v, nibble));
   const __m512i odd = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(v, 4), nibble));
-  const __m512i w[4] = {_mm512_slli_epi16(even, 8), _mm512_slli_epi16(odd, 8), _mm512_and_si512(even, upper),
-                        _mm512_and_si512(odd, upper)};
+  w[0] = _mm512_slli_epi16(even, 8);
+  w[1] = _mm512_slli_epi16(odd, 8);
+  w[2] = _mm512_and_si512(even, upper);
+  w[3] = _mm512_and_si512(odd, upper);
+}
+
+// Adds the products of GROUP columns with N x to their sums.
+template <class S, int N>
+inline INLINE void fixed_group(const uint8_t *p, const uint8_t *s, const uint8_t *const (&x)[N], int64_t words,
+                               int64_t scales, Vec (&sums)[N]) {
+  __m512i w[4], zeros = _mm512_setzero_si512();
+  fixed_weights(S(), p, w);
   const __m512 scale = fixed_scales(S(), s);
+  if constexpr (S::ZEROS) zeros = fixed_zeros(S(), s);
 #pragma GCC unroll 8
   for (int i = 0; i < N; i++) {
     const __m512i *at = reinterpret_cast<const __m512i *>(x[i] + words);
     __m512i total = _mm512_dpwssd_epi32(_mm512_setzero_si512(), w[0], at[0]);
     total = _mm512_dpwssd_epi32(total, w[1], at[1]);
-    __m512i other = _mm512_dpwssd_epi32(_mm512_setzero_si512(), w[2], at[2]);
+    __m512i other = _mm512_setzero_si512();
+    if constexpr (S::ZEROS) other = _mm512_dpwssd_epi32(other, zeros, at[4]);
+    other = _mm512_dpwssd_epi32(other, w[2], at[2]);
     other = _mm512_dpwssd_epi32(other, w[3], at[3]);
     Vec product = _mm512_cvtepi32_ps(_mm512_add_epi32(total, other));
     if constexpr (S::EARLY) product = mul(product, _mm512_set1_ps(*reinterpret_cast<const float *>(x[i] + scales)));

@@ -15,7 +15,7 @@ _FILE = Path(__file__).with_name("_kernels.so")
 CHOICE = "ODDRANK_KERNELS"
 """Environment variable: "torch" for no kernels of ours, or the name of a level (see `Library.levels`)."""
 
-FORMATS = ("bf16", "f16", "e4m3", "nvfp4", "mxfp4")
+FORMATS = ("bf16", "f16", "e4m3", "nvfp4", "mxfp4", "int4")
 """In the order of abi.h."""
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class Matrix(ctypes.Structure):
         ("format", ctypes.c_int32),
         ("exact", ctypes.c_int32),
         ("unused", ctypes.c_int32),
+        ("order", ctypes.c_void_p),
     )
 
 
@@ -136,14 +137,14 @@ class Library:
         n, k, m = 5, 288, 2
         draw = np.random.default_rng(form)
         values = draw.integers(0, 0x3C if form < 2 else 0x7F, (n, 2 * k), np.uint8)
-        scales = draw.uniform(0.5, 2, n * k).astype(np.float32) if form == 2 else np.full(n * k, 0x7E, np.uint8)
+        scales = draw.uniform(0.5, 2, n * k).astype(np.float32) if form in (2, 5) else np.full(n * k, 0x7E, np.uint8)
+        if form == 5:
+            scales = scales.view(np.uint32) & ~np.uint32(255) | draw.integers(0, 17, n * k, np.uint32)
         x = draw.uniform(-1, 1, (m, k)).astype(np.float32)
-        row = (2 * k, 2 * k, k, k // 2, k // 2)[form]
-        block = (0, 0, 128, 16, 32)[form]
-        matrix = Matrix(
-            values.ctypes.data, scales.ctypes.data, n, k, row, -(-k // block) if block else 0,
-            1, block, 0.01, form, exact,
-        )  # fmt: skip
+        row = (2 * k, 2 * k, k, k // 2, k // 2, k // 2)[form]
+        block = (0, 0, 128, 16, 32, 32)[form]
+        scale_row = (0, 0, 3, k // 16, k // 32, k // 8)[form]
+        matrix = Matrix(values.ctypes.data, scales.ctypes.data, n, k, row, scale_row, 1, block, 0.01, form, exact)
         self._use(self.levels.index(level))
         found = []
         for rows in (x, x[:1]):

@@ -1,4 +1,4 @@
-// Products of 4-bit floats by integers, see fixed_x.h: over the words and the groups of one level, which are included before.
+// Products of 4-bit numbers by integers, see fixed_x.h: over the words and the groups of one level, which are included before.
 #pragma once
 
 namespace oddrank {
@@ -6,9 +6,9 @@ namespace {
 
 template <class S>
 void arrange_fixed(const float *x, int64_t k, uint8_t *out) {
-  constexpr int GROUP = FixedX::GROUP;
-  const int64_t count = FixedX::groups(k), blocks = FixedX::blocks(k);
-  float *scales = FixedX::scales(out, k);
+  constexpr int GROUP = S::GROUP;
+  const int64_t count = S::groups(k), blocks = S::blocks(k);
+  float *scales = S::scales(out, k);
   float most = 0;
   alignas(32) float block[GROUP];
   const auto at = [&](int64_t g) {
@@ -20,7 +20,7 @@ void arrange_fixed(const float *x, int64_t k, uint8_t *out) {
   };
   for (int64_t b = 0; b < blocks; b++) {
     __m256 largest = _mm256_setzero_ps(), finite = _mm256_setzero_ps();
-    for (int64_t g = b * FixedX::GROUPS; g < count && g < (b + 1) * FixedX::GROUPS; g++) {
+    for (int64_t g = b * S::GROUPS; g < count && g < (b + 1) * S::GROUPS; g++) {
       const float *from = at(g);
       for (int i = 0; i < GROUP; i += 8) {
         const __m256 v = _mm256_loadu_ps(from + i);
@@ -43,9 +43,9 @@ void arrange_fixed(const float *x, int64_t k, uint8_t *out) {
     shift = exponent < S::LEAST ? S::LEAST - exponent : exponent > S::MOST ? S::MOST - exponent : 0;
   }
   for (int64_t g = 0; g < count; g++) {
-    const float largest = scales[g / FixedX::GROUPS];
+    const float largest = scales[g / S::GROUPS];
     const float *from = at(g);
-    uint8_t *to = out + g * FixedX::WORDS;
+    uint8_t *to = out + g * S::WORDS;
     if (largest > 0x1p-100f && largest < 0x1p126f) {
       fixed_words(from, 32767.0f / largest, to);
     } else if (largest > 0) {
@@ -54,12 +54,13 @@ void arrange_fixed(const float *x, int64_t k, uint8_t *out) {
       for (int i = 0; i < GROUP; i++) moved[i] = from[i] * up;
       fixed_words(moved, 32767.0f / (largest * up), to);
     } else {
-      std::memset(to, 0, FixedX::WORDS);  // zeros, or NaN
+      std::memset(to, 0, S::WORDS);  // zeros, or NaN
     }
+    if constexpr (S::ZEROS) fixed_sums(to);
   }
   for (int64_t b = 0; b < blocks; b++)
     if (scales[b] > 0) scales[b] = float(std::ldexp(double(scales[b]) / 32767, shift));
-  *FixedX::back(out, k) = std::ldexp(S::UNIT / INTEGER, -shift);
+  *S::back(out, k) = std::ldexp(S::UNIT / S::INTEGER, -shift);
 }
 
 template <class S>
@@ -74,14 +75,13 @@ bool fixed_bad(const uint8_t *codes, int64_t count) {
 }
 
 constexpr int FIXED_ROWS = 32;  // rows that take a tile of x before the next one
-constexpr int FIXED_TILE = 2 * FixedX::GROUPS;  // groups of a tile: of eight x half of the first cache
 
 template <class S, int N>
 void fixed_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int64_t end, float *y, int64_t stride) {
-  constexpr int BYTES = FixedX::GROUP / 2;
-  const int64_t count = FixedX::groups(a.k), full = a.k / FixedX::GROUP, tile = N == 1 ? count : FIXED_TILE;
+  constexpr int BYTES = S::GROUP / 2, TILE_GROUPS = 2 * S::GROUPS;  // of eight x about half of the first cache
+  const int64_t count = S::groups(a.k), full = a.k / S::GROUP, tile = N == 1 ? count : TILE_GROUPS;
   const int64_t ahead = N == 1 ? AHEAD : 4 * a.row_bytes;  // of a tile: the same columns of later rows
-  const int64_t x_scales = count * FixedX::WORDS;
+  const int64_t x_scales = count * S::WORDS;
   const uint8_t *x[N];
   for (int b = 0; b < N; b++) x[b] = from[b];
   Vec all[FIXED_ROWS][N];
@@ -94,16 +94,16 @@ void fixed_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int6
         Vec sums[N];
         for (int b = 0; b < N; b++) sums[b] = S::EARLY && t ? all[r][b] : zero();
         for (int64_t g = t; g < stop;) {
-          const int64_t block = g / FixedX::GROUPS, next = (block + 1) * FixedX::GROUPS, scale = x_scales + block * 4;
+          const int64_t block = g / S::GROUPS, next = (block + 1) * S::GROUPS, scale = x_scales + block * 4;
           for (; g < next && g < whole; g++) {
             fetch(values + g * BYTES + ahead);
-            fixed_group<S, N>(values + g * BYTES, codes + g * S::SCALE_BYTES, x, g * FixedX::WORDS, scale, sums);
+            fixed_group<S, N>(values + g * BYTES, codes + g * S::SCALE_BYTES, x, g * S::WORDS, scale, sums);
           }
           if (g < next && g < stop) {
-            uint8_t last[BYTES] = {}, last_codes[8] = {};
+            uint8_t last[BYTES] = {}, last_codes[S::SCALE_BYTES] = {};
             std::memcpy(last, values + g * BYTES, size_t(a.row_bytes - g * BYTES));
             std::memcpy(last_codes, codes + g * S::SCALE_BYTES, size_t(a.scale_row - g * S::SCALE_BYTES));
-            fixed_group<S, N>(last, last_codes, x, g * FixedX::WORDS, scale, sums);
+            fixed_group<S, N>(last, last_codes, x, g * S::WORDS, scale, sums);
             g++;
           }
           if constexpr (!S::EARLY)
@@ -118,9 +118,10 @@ void fixed_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int6
       }
     }
     for (int r = 0; r < rows; r++) {
-      const bool bad = fixed_bad<S>(a.scales + (row + r) * a.scale_row, a.scale_row);
+      bool bad = false;
+      if constexpr (S::CODES) bad = fixed_bad<S>(a.scales + (row + r) * a.scale_row, a.scale_row);
       for (int b = 0; b < N; b++) {
-        const double back = *FixedX::back(const_cast<uint8_t *>(x[b]), a.k) * double(a.factor);
+        const double back = *S::back(const_cast<uint8_t *>(x[b]), a.k) * double(a.factor);
         y[b * stride + row + r - begin] = bad ? NAN : float(double(sum(all[r][b])) * back);
       }
     }
@@ -144,19 +145,29 @@ void multiply_fixed(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t
   }
 }
 
-bool fixed(const Matrix &a) { return !a.exact && (a.format == NVFP4 || a.format == MXFP4); }
+bool fixed(const Matrix &a) { return !a.exact && (a.format == NVFP4 || a.format == MXFP4 || a.format == INT4); }
 
-int64_t fixed_arranged(const Matrix &a) { return FixedX::bytes(a.k); }
+// Calls f with a value of the matrix's type.
+template <class Call>
+auto with_fixed(const Matrix &a, Call f) {
+  if (a.format == NVFP4) return f(FixedNvfp4());
+  if (a.format == MXFP4) return f(FixedMxfp4());
+  return a.block_k == 32 ? f(FixedInt4<32>()) : a.block_k == 64 ? f(FixedInt4<64>()) : f(FixedInt4<128>());
+}
+
+int64_t fixed_arranged(const Matrix &a) {
+  return with_fixed(a, [&](auto s) { return decltype(s)::bytes(a.k); });
+}
 
 void fixed_arrange(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t *out) {
-  for (int64_t b = 0; b < m; b++, x += stride, out += FixedX::bytes(a.k))
-    a.format == NVFP4 ? arrange_fixed<FixedNvfp4>(x, a.k, out) : arrange_fixed<FixedMxfp4>(x, a.k, out);
+  with_fixed(a, [&](auto s) {
+    for (int64_t b = 0; b < m; b++) arrange_fixed<decltype(s)>(x + b * stride, a.k, out + b * decltype(s)::bytes(a.k));
+  });
 }
 
 void fixed_multiply(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
                     int64_t stride) {
-  a.format == NVFP4 ? multiply_fixed<FixedNvfp4>(a, x, m, begin, end, y, stride)
-                    : multiply_fixed<FixedMxfp4>(a, x, m, begin, end, y, stride);
+  with_fixed(a, [&](auto s) { multiply_fixed<decltype(s)>(a, x, m, begin, end, y, stride); });
 }
 
 }  // namespace

@@ -3,13 +3,14 @@
 
 #include <algorithm>
 
+#include "order.h"
 #include "pool.h"
 #include "scratch.h"
 
 namespace oddrank {
 namespace {
 
-thread_local Scratch packed_x, own;
+thread_local Scratch packed_x, own, ordered_x;
 
 struct Packing {
   const Gemm *gemm;
@@ -22,7 +23,11 @@ struct Packing {
     const Packing &p = *static_cast<Packing *>(context);
     const int64_t panel = p.gemm->panel, begin = i * panel, count = std::min(panel, p.m - begin);
     const float *x[64];
-    for (int64_t b = 0; b < count; b++) x[b] = p.x + (begin + b) * p.stride;
+    float *ordered = p.matrix->order ? ordered_x.floats(count * p.matrix->k) : nullptr;
+    for (int64_t b = 0; b < count; b++) {
+      x[b] = p.x + (begin + b) * p.stride;
+      if (ordered) x[b] = in_order(*p.matrix, x[b], ordered + b * p.matrix->k);
+    }
     p.gemm->pack(*p.matrix, x, count, p.out + begin * p.gemm->columns(*p.matrix));
   }
 };
@@ -59,7 +64,7 @@ void gemm_linear(const Gemm *gemm, const Matrix *parts, int64_t count, const flo
     int64_t row = 0;
     for (const Matrix *a = parts; a < parts + count; row += a->n, a++) {
       if (!a->n) continue;
-      if (!packed || packed->format != a->format) {
+      if (!packed || packed->format != a->format || packed->order != a->order) {
         packed = a;
         const int64_t panels = (some + gemm->panel - 1) / gemm->panel;
         numbers = packed_x.floats(panels * gemm->panel * gemm->columns(*a));

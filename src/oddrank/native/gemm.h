@@ -132,17 +132,17 @@ void gemm_pack_as(const Matrix &a, const float *const *x, int64_t count, float *
 
 int64_t gemm_columns(const Matrix &a) {
   int64_t found = 0;
-  with_format(a.format, [&](auto f) { found = groups<decltype(f)>(a.k) * decltype(f)::GROUP; });
+  with_format(a, [&](auto f) { found = groups<decltype(f)>(a.k) * decltype(f)::GROUP; });
   return found;
 }
 
 void gemm_pack(const Matrix &a, const float *const *x, int64_t count, float *out) {
-  with_format(a.format, [&](auto f) { gemm_pack_as<decltype(f)>(a, x, count, out); });
+  with_format(a, [&](auto f) { gemm_pack_as<decltype(f)>(a, x, count, out); });
 }
 
 void gemm_multiply(const Matrix &a, const float *x, int64_t m, int64_t begin, int64_t end, const float *bias, float *y,
                    int64_t stride, float *scratch) {
-  with_format(a.format,
+  with_format(a,
               [&](auto f) { gemm_multiply_as<decltype(f)>(a, x, m, begin, end, bias, y, stride, scratch); });
 }
 

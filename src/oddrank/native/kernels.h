@@ -1,7 +1,7 @@
 // The kernels, over the vectors and the decoders of one level; included once by each level's file, which defines before
 //
 //   Vec, WIDTH          a vector of fp32 and how many; load, store, zero, set1, add, mul, fma(a, b, c) = a * b + c, sum
-//   Bf16, Half, E4m3, Nvfp4, Mxfp4    the decoders
+//   Bf16, Half, E4m3, Nvfp4, Mxfp4, Int4<columns of a scale>    the decoders
 //
 // A decoder takes a row a group at a time: GROUP columns in BYTES bytes become GROUP / WIDTH vectors, unscaled, given to
 // `take` as they are made: more than two or three are never alive, for the sake of registers. Which column a lane of a
@@ -9,7 +9,7 @@
 // SEGMENT one for a run of columns that is a multiple of GROUP; LANES in vectors, each for GROUP / WIDTH / SCALES vectors
 // of the group. UNIT and OF_X, powers of two, multiply what it decodes: one with the scales, the other with x when it is
 // arranged. `Seen` collects codes that stand for NaN where decoding does not make a NaN of them; one in a row makes the
-// row's products NaN.
+// row's products NaN. It also takes what the scales say of the values (zero points): those of a group are read first.
 //
 // Everything is in an unnamed namespace: levels are compiled with different flags and must not share instances.
 #include <cmath>
@@ -290,24 +290,25 @@ void arrange_as(const float *x, int64_t k, float *out) {
 
 // Calls f with a value of the decoder's type.
 template <class Call>
-void with_format(int32_t format, Call f) {
-  switch (format) {
+void with_format(const Matrix &a, Call f) {
+  switch (a.format) {
     case BF16: return f(Bf16());
     case F16: return f(Half());
     case E4M3: return f(E4m3());
     case NVFP4: return f(Nvfp4());
     case MXFP4: return f(Mxfp4());
+    case INT4: return a.block_k == 32 ? f(Int4<32>()) : a.block_k == 64 ? f(Int4<64>()) : f(Int4<128>());
   }
 }
 
 int64_t arranged(const Matrix &a) {
   int64_t found = 0;
-  with_format(a.format, [&](auto f) { found = groups<decltype(f)>(a.k) * decltype(f)::GROUP * 4; });
+  with_format(a, [&](auto f) { found = groups<decltype(f)>(a.k) * decltype(f)::GROUP * 4; });
   return found;
 }
 
 void arrange(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t *out) {
-  with_format(a.format, [&](auto f) {
+  with_format(a, [&](auto f) {
     const int64_t bytes = arranged(a);
     for (int64_t b = 0; b < m; b++)
       arrange_as<decltype(f)>(x + b * stride, a.k, reinterpret_cast<float *>(out + b * bytes));
@@ -317,7 +318,7 @@ void arrange(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t
 void multiply(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
               int64_t stride) {
   const float *const *numbers = reinterpret_cast<const float *const *>(x);
-  with_format(a.format, [&](auto f) { multiply_as<decltype(f)>(a, numbers, m, begin, end, y, stride); });
+  with_format(a, [&](auto f) { multiply_as<decltype(f)>(a, numbers, m, begin, end, y, stride); });
 }
 
 [[maybe_unused]] bool always(const Matrix &) { return true; }

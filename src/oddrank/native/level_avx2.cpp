@@ -147,6 +147,41 @@ struct Nvfp4 : E2m1 {
   }
 };
 
+// 128 integers, two halves of 64: lane i of a half has eight, 8 i to 8 i + 7, one a nibble.
+template <int COLUMNS>
+struct Int4 {
+  static constexpr int GROUP = 128, BYTES = 64, KIND = 2, SCALES = 2, SCALE_BYTES = 4 * GROUP / COLUMNS;
+  static constexpr float UNIT = 1, OF_X = 1;
+  struct Seen {
+    Vec zero[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+  };
+  static bool bad(const Seen &) { return false; }
+  static int column(int i) { return i / 64 * 64 + i % 8 * 8 + i / 8 % 8; }
+  template <class Take>
+  static inline __attribute__((always_inline)) void decode(const uint8_t *p, Seen &seen, Take take) {
+    const __m256i nibble = _mm256_set1_epi32(15);
+    for (int half = 0; half < 2; half++) {
+      const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p) + half);
+      const Vec zero = seen.zero[half];
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++) {
+        const __m256i codes = _mm256_and_si256(_mm256_srli_epi32(v, 4 * j), nibble);
+        take(8 * half + j, _mm256_sub_ps(_mm256_cvtepi32_ps(codes), zero));
+      }
+    }
+  }
+  static inline void scales(const uint8_t *p, Vec factor, Vec (&scale)[2], Seen &seen) {
+    for (int half = 0; half < 2; half++) {
+      int32_t first, second;
+      __builtin_memcpy(&first, p + 64 * half / COLUMNS * 4, 4);
+      __builtin_memcpy(&second, p + (64 * half + 32) / COLUMNS * 4, 4);
+      const __m256i words = _mm256_setr_epi32(first, first, first, first, second, second, second, second);
+      scale[half] = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(~255))), factor);
+      seen.zero[half] = _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(255)));
+    }
+  }
+};
+
 struct Mxfp4 : E2m1 {
   static constexpr int SCALE_BYTES = 4;
   static constexpr float UNIT = 1, OF_X = 1;

@@ -135,6 +135,32 @@ struct Nvfp4 : E2m1 {
   }
 };
 
+template <int COLUMNS>
+struct Int4 : Common {
+  static constexpr int GROUP = 128, BYTES = 64, KIND = 2, SCALES = GROUP / COLUMNS, SCALE_BYTES = 4 * SCALES;
+  struct Seen {
+    Vec zero[SCALES];
+  };
+  static bool bad(const Seen &) { return false; }
+  template <class Take>
+  static inline void decode(const uint8_t *p, Seen &seen, Take take) {
+    for (int j = 0; j < GROUP / WIDTH; j++, p += WIDTH / 2) {
+      Vec w;
+      for (int i = 0; i < WIDTH; i++)
+        w.v[i] = float(i % 2 ? p[i / 2] >> 4 : p[i / 2] & 15) - seen.zero[j * WIDTH / COLUMNS].v[i];
+      take(j, w);
+    }
+  }
+  static inline void scales(const uint8_t *p, Vec factor, Vec (&scale)[SCALES], Seen &seen) {
+    for (int i = 0; i < SCALES; i++) {
+      uint32_t word;
+      std::memcpy(&word, p + 4 * i, 4);
+      scale[i] = mul(factor, set1(from_bits(word & ~255u)));
+      seen.zero[i] = set1(float(word & 255));
+    }
+  }
+};
+
 struct Mxfp4 : E2m1 {
   static constexpr int SCALE_BYTES = 1;
   static inline void scales(const uint8_t *p, Vec factor, Vec (&scale)[4], Seen &) {

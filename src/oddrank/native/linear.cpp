@@ -4,6 +4,7 @@
 
 #include "abi.h"
 #include "gemm_abi.h"
+#include "order.h"
 #include "pool.h"
 #include "scratch.h"
 
@@ -65,6 +66,8 @@ struct Product {
   }
 };
 
+thread_local Scratch ordered_x;
+
 struct Arranging {
   const Level *level;
   const LinearArguments *a;
@@ -74,7 +77,10 @@ struct Arranging {
 
   static void piece(void *context, int64_t b) {
     const Arranging &p = *static_cast<Arranging *>(context);
-    p.level->arrange(*p.matrix, p.a->x + b * p.a->x_stride, 1, p.a->x_stride, p.out + b * p.each);
+    const Matrix &m = *p.matrix;
+    const float *x = p.a->x + b * p.a->x_stride;
+    if (m.order) x = in_order(m, x, ordered_x.floats(m.k));
+    p.level->arrange(m, x, 1, p.a->x_stride, p.out + b * p.each);
   }
 };
 

@@ -3,7 +3,7 @@
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ _THREADED_BYTES, _THREADED_ROWS = 1 << 18, 64
 """Matrices of fewer bytes are multiplied on one thread, unless there are this many rows of x: waking another takes the
 time in which one reads so much."""
 
+_LARGEST_SCALE = 2.0**40
+"""Of int4: so that sums of its integers stay in fp32's range."""
+
 _DENSE = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _SEGMENT = 32
 """Scales of fp8 must cover a multiple of this many columns."""
@@ -27,6 +30,13 @@ class Decodes(Protocol):
     format: Format
     name: str
     blocks: dict[str, tuple[int, int]]
+
+
+class DecodesRows(Decodes, Protocol):
+    """oddrank.runtime.formats.rows.RowsDecoder."""
+
+    group: int
+    k: int
 
 
 class NativeMatrix:
@@ -113,7 +123,7 @@ def native_matrix(decoder: Decodes, stored: Mapping[str, Tensor], exact: bool = 
     values = stored[decoder.format.stored[0].suffix]
     if values.dim() != 2 or not values.numel():
         return None
-    described = {"dense": _dense, "fp8": _fp8, "nvfp4": _nvfp4, "mxfp4": _mxfp4}.get(kind, _none)(decoder, stored)
+    described = _KINDS.get(kind, _none)(decoder, stored)
     if described is None:
         return None
     matrix, kept = described
@@ -184,9 +194,27 @@ def _nvfp4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
     return _matrix("nvfp4", values, stored[blocks], 2 * values.shape[1], factor), [stored[blocks]]
 
 
+def _int4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
+    """Only as oddrank.runtime.formats.rows has it."""
+    if decoder.name != "int4-rows":
+        return None
+    rows = cast(DecodesRows, decoder)
+    codes, words, order = stored[".codes"], stored[".scales"], stored.get(".order")
+    least, most = (float(extreme) for extreme in words.view(torch.float32).aminmax())
+    if not max(-least, most) < _LARGEST_SCALE:
+        return None
+    matrix = _matrix("int4", codes, words, rows.k)
+    matrix.scale_row, matrix.block_k = words[0].nbytes, rows.group
+    matrix.order = None if order is None else order.data_ptr()
+    return matrix, [words, *([] if order is None else [order])]
+
+
 def _mxfp4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
     packed, exponents = (s.suffix for s in decoder.format.stored[:2])
     if decoder.blocks[packed] != (1, 2) or decoder.blocks[exponents] != (1, 32):
         return None
     values = stored[packed]
     return _matrix("mxfp4", values, stored[exponents], 2 * values.shape[1]), [stored[exponents]]
+
+
+_KINDS = {"dense": _dense, "fp8": _fp8, "nvfp4": _nvfp4, "mxfp4": _mxfp4, "int4": _int4}

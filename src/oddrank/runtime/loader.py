@@ -10,11 +10,9 @@ import ctypes
 import time
 from collections.abc import Callable, Collection
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from oddrank.checkpoint.dtypes import STORAGE
 from oddrank.errors import OddrankError
 from oddrank.runtime.formats import torch_dtype
 from oddrank.runtime.layers.module import Module, Parameter, Part
@@ -22,9 +20,7 @@ from oddrank.runtime.models.build import Slice
 from oddrank.runtime.pages import in_large_pages
 from oddrank.runtime.request import Loaded
 from oddrank.runtime.threads import side_by_side
-
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the torch dtype through which its bits reach numpy."""
+from oddrank.runtime.words import words_of
 
 _DENSE = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 """What may be converted into each other; codes and scales of quantized weights are kept as they are."""
@@ -122,20 +118,15 @@ def _fill(target: Tensor, part: Slice, name: str) -> int:
     if dtype is None or (dtype != target.dtype and not {dtype, target.dtype} <= _DENSE):
         raise OddrankError(f"{name} is stored as {stored}, and the model wants {target.dtype}.")
     if dtype == target.dtype:
-        part.read_into(name, _bits(target, stored))
+        part.read_into(name, words_of(target, stored))
     elif target.numel():
         step = max(1, _CONVERT_ELEMENTS * len(target) // target.numel())
         staged = torch.empty(min(step, len(target)), *target.shape[1:], dtype=dtype)
         for first in range(0, len(target), step):
             rows = target[first : first + step]
-            part.read_rows_into(name, first, _bits(staged[: len(rows)], stored))
+            part.read_rows_into(name, first, words_of(staged[: len(rows)], stored))
             rows.copy_(staged[: len(rows)])
     return target.numel() * dtype.itemsize
-
-
-def _bits(tensor: Tensor, stored: str) -> "np.ndarray[tuple[int, ...], np.dtype[np.unsignedinteger]]":
-    """A numpy view of the tensor's storage, as the unsigned integers that the checkpoint moves."""
-    return tensor.view(_CARRIERS[tensor.element_size()]).numpy().view(STORAGE[stored])
 
 
 def _return_freed_memory() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from oddrank.native.pages import Pages
 from oddrank.runtime.cache import KVCache
+from oddrank.runtime.pages import untouched_zeros
 from oddrank.runtime.step import Step
 
 
@@ -26,8 +27,7 @@ class PagedCache(KVCache):
         assert plain.states is None or plain.states.inputs.shape[1] == slots + snapshots
         self.size, self.count, self.snapshots = size, count, snapshots
         shape = (plain.layers, count, 2 * plain.kv_heads, size, plain.head_dim)
-        # Zeros cost nothing until they are written to, and masks do not hide NaN.
-        self._buffer = torch.zeros(shape, dtype=plain.dtype, device=plain.device)
+        self._buffer = untouched_zeros(shape, plain.dtype, plain.device)  # masks do not hide NaN
         self.table = torch.zeros(slots, -(-length // size), dtype=torch.int64, device=plain.device)
         self.capacity = self.table.shape[1] * size
 

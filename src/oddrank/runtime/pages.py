@@ -1,11 +1,19 @@
-"""Large pages under weights: reading them in order takes a fifth to a third less time than through small ones."""
+"""Memory pages: large ones under weights, which are read in a fifth to a third less time than through small ones; and
+memory that takes none yet."""
 
 import ctypes
+import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+
+_LINE = 64
+"""Bytes of a cache line."""
 
 _HUGEPAGE = 14
 """Linux's MADV_HUGEPAGE."""
@@ -22,6 +30,16 @@ def _system() -> tuple[Any, int]:
         return None, 0
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return advise, size
+
+
+def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on a CPU take no memory until they are written to; torch's are written at once."""
+    if device.type != "cpu":
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    plain = torch.from_numpy(np.zeros(nbytes + _LINE, np.uint8))
+    start = -plain.data_ptr() % _LINE
+    return plain[start : start + nbytes].view(dtype).view(tuple(shape))
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:

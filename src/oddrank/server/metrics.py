@@ -30,7 +30,7 @@ class Metrics:
         self.running = Gauge("oddrank_requests_running", "Requests in memory", registry=r)
         self.cache = Gauge("oddrank_kv_cache_usage_ratio", "Pages of the KV cache that are held", registry=r)
         self.known = Gauge("oddrank_kv_cache_remembered_pages", "Pages that hold a known prefix", registry=r)
-        self.slots = Gauge("oddrank_state_slots_held", "Places in memory, with a state each, that are taken", registry=r)
+        self.slots = Gauge("oddrank_state_slots_held", "Places of requests in memory, with their states", registry=r)
         self.snapshots = Gauge("oddrank_state_snapshots", "States kept at the ends of known prefixes", registry=r)
         self.unwritten = Gauge("oddrank_state_snapshots_unwritten", "Places for states neither kept nor free",
                                registry=r)  # fmt: skip

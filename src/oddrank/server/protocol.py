@@ -36,6 +36,14 @@ class ApiError(Exception):
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, data: Any) -> Any:
+        """As in OpenAI's API, which many clients fill with null."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None or name not in cls.model_fields}
+
 
 class StreamOptions(_Model):
     include_usage: bool = False

@@ -103,7 +103,7 @@ def describe(checkpoint: Checkpoint, names: tuple[str, ...], length: int | None)
     defaults = Defaults.of(read_object(path)) if path.is_file() else Defaults()
     vocab = view.require_int("vocab_size")
     return Served(
-        names or (checkpoint.path.resolve().name,), load_tokenizer(Path(checkpoint.path)), vocab,
+        names or (checkpoint.name,), load_tokenizer(Path(checkpoint.path)), vocab,
         length or trained, defaults,
     )  # fmt: skip
 

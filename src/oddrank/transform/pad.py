@@ -107,7 +107,7 @@ def pad(
         for name in checkpoint.other_files():
             if name not in ("config.json", RECORD):
                 records.append(directory.done(name) or directory.copy(name, checkpoint.other_file(name)))
-        note = {"oddrank": __version__, "source": checkpoint.path.name, "files": records, "plan": plan}
+        note = {"oddrank": __version__, "source": checkpoint.name, "files": records, "plan": plan}
         directory.write_bytes(RECORD, msgspec.json.format(msgspec.json.encode(note), indent=1))
         path = directory.finish()
     changed = sum(not r.unchanged for r in made.values())

@@ -122,6 +122,7 @@ class _Maker:
             unchanged = sizes[0] == sizes[1] if part.stored.rewritten == "sizes" else unchanged
         moves = moves_of(spans, fills)
         copies = tuple(m for m in moves if m[1] != 0)
+        anew = None if unchanged else anew  # groups in any order stay what they are where no column moves
         return Recipe(source_shape, shape, dtype, tuple(spans), tuple(fills), unchanged, moves, copies, anew)
 
     def zeros(self, role: Role, fmt: Format, values: Part, points: Part) -> Zeros | None:

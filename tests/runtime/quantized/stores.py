@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from formats.codec import F64, Parts, Raw
-from formats.dialects import DIALECTS, Dialect, matrix, stored
+from formats.dialects import DIALECTS, DTYPES, F32, Dialect, Quantize, matrix, stored
+from formats.integers import Packed, awq, ct, gptq
 from formats.moves import Move, moved
 
 from oddrank.formats.declared import kind_of
@@ -19,20 +20,59 @@ from oddrank.runtime.loader import load
 from oddrank.runtime.precision import Precision
 from oddrank.transform.slice import StoredMatrix
 
-_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "F32": torch.float32, "BF16": torch.bfloat16}
+_DTYPES = {theirs: ours for ours, theirs in DTYPES.items()}
 
 
 def dense(x: np.ndarray[Any, Any], bound: float) -> dict[str, Raw]:
     return {".weight": Raw("F32", x.astype(np.float32).view(np.uint32).copy())}
 
 
-SERVED: dict[str, Dialect] = {n: d for n, d in DIALECTS.items() if kind_of(d.format) in RUNTIME.formats}
-EVERY: dict[str, Dialect] = {**SERVED, "dense": Dialect("dense", (1, 1), (1, 1), dense, {})}
+class Integers(NamedTuple):
+    """A packing of integers, as a Dialect has it."""
+
+    format: str
+    block: tuple[int, int]
+    cut: tuple[int, int]
+    quantize: Quantize
+    quantization: dict[str, Any]
+    packing: Packed
+
+    @classmethod
+    def of(cls, packing: Packed) -> Integers:
+        def quantize(x: F32, bound: float) -> dict[str, Raw]:
+            return packing.quantize(x)
+
+        return cls(packing.format, (1, packing.group), packing.cut, quantize, packing.config, packing)
+
+    def decode(self, parts: Parts, block: tuple[int, int] | None = None) -> F64:
+        return self.packing.decode(parts)
+
+
+PACKED: dict[str, Integers] = {
+    "GPTQ": Integers.of(gptq(group=32)),
+    "GPTQ, symmetric, groups of 64": Integers.of(gptq(group=64, symmetric=True)),
+    "GPTQ, whole rows": Integers.of(gptq(group=0)),
+    "GPTQ, version 2": Integers.of(gptq(group=64, v2=True, index=False)),
+    "GPTQ, 8 bits": Integers.of(gptq(8, 64)),
+    "AWQ": Integers.of(awq(32)),
+    "AWQ, whole rows": Integers.of(awq(0)),
+    "int4, compressed-tensors": Integers.of(ct(group=32)),
+    "int4, compressed-tensors, channels": Integers.of(ct(group=0)),
+    "int4, compressed-tensors, asymmetric": Integers.of(ct(group=64, symmetric=False, index="ordered")),
+    "int8, compressed-tensors": Integers.of(ct(8, 32)),
+    "int8, compressed-tensors, asymmetric": Integers.of(ct(8, 0, symmetric=False)),
+}
+"""In groups that the matrices of these tests have; AutoRound's are packed as these."""
+
+Stored = Dialect | Integers
+SERVED: dict[str, Stored] = {n: d for n, d in DIALECTS.items() if kind_of(d.format) in RUNTIME.formats}
+SERVED |= PACKED
+EVERY: dict[str, Stored] = {**SERVED, "dense": Dialect("dense", (1, 1), (1, 1), dense, {})}
 
 
 def tensors(parts: Parts) -> dict[str, torch.Tensor]:
     """The stored words as torch holds them."""
-    carriers = {1: np.uint8, 2: np.int16, 4: np.int32}
+    carriers = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
     found = {}
     for suffix, raw in parts.items():
         words = np.ascontiguousarray(raw.words).reshape(raw.words.shape)
@@ -43,7 +83,7 @@ def tensors(parts: Parts) -> dict[str, torch.Tensor]:
 class Matrix(NamedTuple):
     """One stored matrix, or a rank's part of one. blocks: of the scales, where they are not the dialect's."""
 
-    dialect: Dialect
+    dialect: Stored
     parts: Parts
     blocks: tuple[int, int] | None = None
 

@@ -10,17 +10,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 
+from oddrank.checkpoint.hub import hub_model
 from oddrank.engines.vllm.launch import find_vllm
 from oddrank.errors import OddrankError
 
 DRAIN_SECONDS = 60
 """How long answers that are being given may go on after SIGTERM."""
+
+_START_SECONDS = 5
+"""How long vLLM may take to end while it starts: it may not notice the signal before it is done with that."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -53,6 +58,7 @@ class Endpoint(msgspec.Struct, frozen=True):
             raise OddrankError(f"vLLM does not compute in {self.dtype}; --engine native does.")
         if self.layout == "ragged":
             raise OddrankError("vLLM's ranks are equal, so it has no --layout ragged; --engine native has.")
+        hub = hub_model(self.model)
         given: dict[str, Any] = {
             "tensor-parallel-size": self.tp,
             "host": self.host,
@@ -63,11 +69,13 @@ class Endpoint(msgspec.Struct, frozen=True):
             "max-num-batched-tokens": None if self.chunk is None else self.chunk + (self.running or 0),
             "kv-cache-memory-bytes": self.kv_bytes,
             "dtype": None if self.dtype is None else _DTYPES[self.dtype],
+            "revision": None if hub is None else hub.revision,
         }
         options = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
-        names = self.names or (Path(self.model).resolve().name,)
+        model = self.model if hub is None else hub.repo
+        names = self.names or (Path(model).resolve().name,)
         reuse = [] if self.reuse else ["--no-enable-prefix-caching"]
-        return [self.model, *options, "--served-model-name", *names, *reuse]
+        return [model, *options, "--served-model-name", *names, *reuse]
 
     def environment(self) -> dict[str, str]:
         """The variables that say the rest. The key is one: vLLM logs its arguments. So are the threads of a rank on a
@@ -86,26 +94,34 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def serve(endpoint: Endpoint, on_ready: Callable[[str], object]) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code: 128 and the signal's number, or vLLM's own where it did not start.
-    on_ready: called with the URL. OddrankError where vLLM is not there, or ends without being told to."""
+    """Serve until SIGTERM or SIGINT, which lets answers end first (twice: which does not). The exit code: 128 and the
+    signal's number, or vLLM's own where it did not start. on_ready: called with the URL. OddrankError where vLLM is not
+    there, or ends without being told to."""
     find_vllm()
     if endpoint.port == 0:
         endpoint = msgspec.structs.replace(endpoint, port=_free_port(endpoint.host))
     told: list[int] = []
     line = [sys.executable, "-m", "oddrank", "vllm", "serve", *endpoint.arguments()]
-    process = subprocess.Popen(line, env={**os.environ, **endpoint.environment()}, preexec_fn=_end_with_parent)
+    environment = {**os.environ, **endpoint.environment()}
+    process = subprocess.Popen(line, env=environment, process_group=0, preexec_fn=_end_with_parent)
 
     def tell(number: int, _: Any) -> None:
         told.append(number)
-        process.send_signal(signal.SIGTERM)
+        if len(told) == 1:
+            process.send_signal(signal.SIGTERM)
+        else:
+            _kill_all(process)
 
     old = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        ready = _wait_until_ready(process, endpoint, on_ready)
-        code = process.wait()
+        ready = _wait_until_ready(process, endpoint, told, on_ready)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(None if ready else _START_SECONDS)
     finally:
+        _kill_all(process)
         for number, handler in old.items():
             signal.signal(number, handler)
+    code = process.wait()
     if told:
         return 128 + told[0]
     if not ready:
@@ -113,19 +129,25 @@ def serve(endpoint: Endpoint, on_ready: Callable[[str], object]) -> int:
     raise OddrankError(f"vLLM ended by itself, with code {code}: its engine or one of its ranks is lost; see its log.")
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], endpoint: Endpoint, on_ready: Callable[[str], object]) -> bool:
-    """Whether it came to answer before it ended."""
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of its process group: vLLM's engine and ranks outlive a server that was killed."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], endpoint: Endpoint, told: list[int], on_ready: Callable[[str], object]
+) -> bool:
+    """Whether it came to answer before it ended, or was told to."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(endpoint.host, endpoint.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{endpoint.port}"
     with httpx.Client(trust_env=False, timeout=5) as client:
-        while process.poll() is None:
+        while process.poll() is None and not told:
             time.sleep(0.5)
-            try:
+            with suppress(httpx.HTTPError):
                 if client.get(f"{url}/health").status_code == 200:
                     on_ready(url)
                     return True
-            except httpx.HTTPError:
-                continue
     return False
 
 

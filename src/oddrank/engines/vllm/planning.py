@@ -8,8 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from oddrank.checkpoint import Checkpoint
+from oddrank.checkpoint.hub import HubModel
 from oddrank.engines.vllm.settings import Settings
-from oddrank.errors import OddrankError
 from oddrank.layout.executors import Constraints
 from oddrank.layout.plan import Plan
 from oddrank.layout.proof import require
@@ -70,13 +70,7 @@ def checkpoint_folder(model: str, revision: str | None, download_dir: str | None
     path = Path(model)
     if path.is_dir():
         return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from oddrank.checkpoint.repository import download
 
-    try:
-        patterns = ["*.json", "*.safetensors"]
-        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise OddrankError(
-            f"{model} is no directory, and as a hub id it cannot be fetched: {str(error).splitlines()[0]}"
-        ) from None
+    named = HubModel(model, revision or "main")
+    return download(named, named.revision, ("*.json", "*.safetensors"), download_dir)

@@ -15,7 +15,10 @@ from torch import Tensor
 from oddrank.errors import OddrankError
 from oddrank.runtime.experts.kernel import Stored
 from oddrank.runtime.formats import Decoder, decoder, torch_dtype
+from oddrank.runtime.formats.integers import IntegerDecoder
+from oddrank.runtime.formats.rows import Packing, packing_of
 from oddrank.runtime.pages import in_large_pages
+from oddrank.runtime.words import words_of
 from oddrank.transform.slice import StoredMatrix
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +35,8 @@ class ExpertSlice(Protocol):
 
 
 class BankPart(NamedTuple):
-    """One stored part. shape: of one section. stored: safetensors dtype name. dtype: what it is held in."""
+    """One stored part. shape: of one section. stored: safetensors dtype name, "" of what is made of others. dtype: what
+    it is held in."""
 
     suffix: str
     shape: tuple[int, ...]
@@ -52,8 +56,9 @@ class Source(NamedTuple):
 class BankLayout:
     """What a bank holds and which stored tensors that is.
 
-    decoder: of its format. experts, sections: see above. n, k: this rank's rows and columns of one section.
-    sources: one for each stored tensor that is read; ignored: stored tensors that are not (activation scales).
+    decoder: of what is held. experts, sections: see above. n, k: this rank's rows and columns of one section.
+    parts: what is held; stored: suffix -> what is read, the same unless `packing` makes the one of the other. sources:
+    one for each stored tensor that is read; ignored: stored tensors that are not (activation scales).
     """
 
     def __init__(
@@ -64,9 +69,10 @@ class BankLayout:
         n: int,
         k: int,
         widest: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
         """stems: per expert, the matrices' names without `.weight`; or the name of the stack of all of them.
-        widest: floating-point values of a dense bank that are stored wider are held in this.
+        widest: floating-point values of a dense bank that are stored wider are held in this. device: the rank's.
 
         OddrankError where the experts are not all stored alike, or have other sizes than these.
         """
@@ -81,8 +87,18 @@ class BankLayout:
         self.sections = 1 if stacked else len(stems[0])
         self.name = places[0][0]
         self.decoder: Decoder = decoder(first.format, first.blocks)
+        self.packing = _packing(part, self.decoder, first, k, widest, device)
         needed = [s.suffix for s in self.decoder.format.stored if not s.optional]
-        self.parts = [self._part(part, first.names[suffix], suffix, widest) for suffix in needed]
+        if index := _ordered(part, self.decoder, [stem for stem, _, _ in places], k):
+            self.packing = None  # the kernels take one x for all experts
+            needed = [*dict.fromkeys([*needed, index])]
+        if self.packing is not None:
+            needed = [suffix for suffix in needed if suffix in self.packing.sources]
+        self.stored = {suffix: self._part(part, first.names[suffix], suffix, widest) for suffix in needed}
+        self.parts = list(self.stored.values())
+        if self.packing is not None:
+            self.decoder = self.packing.decoder
+            self.parts = [BankPart(s, shape, "", dtype) for s, (shape, dtype) in self.packing.held(n).items()]
         self.sources: list[Source] = []
         self.ignored: list[str] = []
         leading = (experts,) if stacked else ()
@@ -93,9 +109,9 @@ class BankLayout:
                     f"{stem} is stored as {found.format} and {self.name} as {first.format}. The experts of a layer are "
                     "computed from one bank, so all of them must be stored alike."
                 )
-            for held in self.parts:
-                self._check(part, found.names[held.suffix], held, leading)
-                self.sources.append(Source(found.names[held.suffix], held.suffix, expert, section))
+            for suffix, read in self.stored.items():
+                self._check(part, found.names[suffix], read, leading)
+                self.sources.append(Source(found.names[suffix], suffix, expert, section))
             self.ignored += [name for suffix, name in found.names.items() if suffix not in needed]
 
     def _part(self, part: ExpertSlice, name: str, suffix: str, widest: torch.dtype) -> BankPart:
@@ -139,6 +155,31 @@ class BankLayout:
         )
 
 
+def _packing(
+    part: ExpertSlice, stored: Decoder, first: StoredMatrix, k: int, widest: torch.dtype, device: torch.device | str
+) -> Packing | None:
+    """Of a bank whose first matrix is `first`."""
+    if widest == torch.float64:
+        return None
+    dtype_of, exact = (lambda suffix: part.dtype(first.names[suffix])), widest.itemsize >= 4
+    return packing_of(stored, k, dtype_of, exact=exact, device=device)
+
+
+def _ordered(part: ExpertSlice, stored: Decoder, stems: Sequence[str], k: int) -> str:
+    """The suffix of what says so where the columns of some matrix are scattered over its scale groups; else ""."""
+    if not isinstance(stored, IntegerDecoder):
+        return ""
+    for stem in stems:
+        name = part.matrix(stem).names.get(stored.index)
+        if name is None:
+            continue
+        groups = torch.empty(part.shape(name), dtype=torch.int32)
+        part.read_into(name, words_of(groups, part.dtype(name)))
+        if len(groups) == k and not stored.in_order(groups):
+            return stored.index
+    return ""
+
+
 class Bank:
     """tensors: suffix -> [experts, sections, ...]."""
 
@@ -146,6 +187,11 @@ class Bank:
 
     def __init__(self, layout: BankLayout, tensors: Mapping[str, Tensor]) -> None:
         self.layout, self.tensors = layout, tensors
+
+    def target(self, suffix: str) -> Tensor:
+        """What the stored tensors of this suffix go to."""
+        packing = self.layout.packing
+        return self.tensors[suffix if packing is None else packing.sources[suffix]]
 
     def expert(self, index: int) -> Stored:
         """The stored parts of one expert, [sections, ...] each: views."""

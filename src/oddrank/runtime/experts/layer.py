@@ -52,8 +52,8 @@ class Experts(Module):
             up = [[f"{name}.{e}.gate_proj", f"{name}.{e}.up_proj"] for e in range(experts)]
             down, rows = [[f"{name}.{e}.down_proj"] for e in range(experts)], width
         self.layouts = (
-            BankLayout(part, up, experts, rows, hidden, weights),
-            BankLayout(part, down, experts, hidden, width, weights),
+            BankLayout(part, up, experts, rows, hidden, weights, share.device),
+            BankLayout(part, down, experts, hidden, width, weights, share.device),
         )
         require(share.options.kind, self.layouts)
         share.add(self.layouts)

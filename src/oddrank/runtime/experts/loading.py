@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,11 +18,9 @@ from oddrank.checkpoint.dtypes import STORAGE
 from oddrank.runtime.experts.bank import Bank, BankPart, ExpertSlice, Source
 from oddrank.runtime.formats import torch_dtype
 from oddrank.runtime.threads import side_by_side
+from oddrank.runtime.words import words_of
 
 Release = Callable[[str], object]
-
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the torch dtype through which its bits reach numpy."""
 
 _CHUNK = 64 << 20
 """Bytes of a stack that a thread reads at a time."""
@@ -78,13 +75,12 @@ class _Staging(threading.local):
 
 
 def _pieces(bank: Bank) -> Iterator[_Piece]:
-    parts = {part.suffix: part for part in bank.layout.parts}
     for source in bank.layout.sources:
-        part = parts[source.suffix]
+        part = bank.layout.stored[source.suffix]
         if source.expert is not None:
             yield _Piece(bank, part, source, source.expert, source.expert + 1)
             continue
-        one = max(1, bank.tensors[part.suffix][:1].nbytes)
+        one = max(1, bank.target(part.suffix)[:1].nbytes)
         step = max(1, _CHUNK // one)
         for start in range(0, bank.layout.experts, step):
             yield _Piece(bank, part, source, start, min(start + step, bank.layout.experts))
@@ -96,30 +92,27 @@ def _nbytes(piece: _Piece) -> int:
 
 
 def _read(piece: _Piece, part: ExpertSlice, staging: _Staging) -> None:
-    target = piece.bank.tensors[piece.part.suffix][piece.start : piece.stop, piece.source.section]
-    stored = torch_dtype(piece.part.stored)
+    target = piece.bank.target(piece.part.suffix)[piece.start : piece.stop, piece.source.section]
+    stored, packing = torch_dtype(piece.part.stored), piece.bank.layout.packing
     assert stored is not None  # the layout was made of it
-    if target.device.type == "cpu" and target.dtype == stored:
+    if packing is None and target.device.type == "cpu" and target.dtype == stored:
         _copy(piece, part, target, piece.start)
         return
     staged = staging.tensor((1, *piece.part.shape), stored)
     for at in range(len(target)):
         _copy(piece, part, staged, piece.start + at)
-        target[at].copy_(staged[0])
+        if packing is None:
+            target[at].copy_(staged[0])
+        else:
+            packing.pack(piece.part.suffix, staged[0], 0, target[at])
 
 
 def _copy(piece: _Piece, part: ExpertSlice, out: Tensor, first: int) -> None:
     """Words of experts first, first + 1, ... into `out` [experts, ...]."""
     if not out.numel():
         return
-    words = _bits(out, piece.part.stored)
+    words = words_of(out, piece.part.stored)
     if piece.source.expert is None:
         part.read_rows_into(piece.source.name, first, words)
     else:
         part.read_into(piece.source.name, words[0, ...])
-
-
-def _bits(tensor: Tensor, stored: str) -> npt.NDArray[np.unsignedinteger]:
-    """A numpy view of the tensor's storage, as the unsigned integers that the checkpoint moves."""
-    words: npt.NDArray[np.unsignedinteger] = tensor.view(_CARRIERS[tensor.element_size()]).numpy().view(STORAGE[stored])
-    return words

@@ -1,8 +1,8 @@
 """Decoding a stored matrix [..., N, K], and the reference product with it, which decodes tiles of rows.
 
-A decoder is one file in this folder with a module-level `KIND`, the first word of the names of the formats it decodes
-(`fp8` decodes `fp8-block-ct`), and `DECODER`, its class. Which tensors a format stores, and what one entry of each
-covers, is declared in oddrank.formats; a decoder only knows what the words mean.
+A decoder is one file in this folder with a module-level `KIND`, the first words of the names of the formats it decodes
+(`fp8` decodes `fp8-block-ct`; several: a tuple), and `DECODER`, its class. Which tensors a format stores,
+and what one entry of each covers, is declared in oddrank.formats; a decoder only knows what the words mean.
 """
 
 import importlib
@@ -80,10 +80,17 @@ class Decoder(ABC):
         """The stored tensors of rows [start, stop) of a matrix [N, K]; `start` is a multiple of every block's rows."""
         found = {}
         for suffix, tensor in stored.items():
-            block = self.blocks[suffix][0]
-            whole = block == 0 or self._stored[suffix].shape in ("one", "scalar")
-            found[suffix] = tensor if whole else tensor[start // block : -(-stop // block)]
+            block, shape = self.blocks[suffix][0], self._stored[suffix].shape
+            if block == 0 or shape in ("one", "scalar", "k"):
+                found[suffix] = tensor
+                continue
+            part = slice(start // block, -(-stop // block))
+            found[suffix] = tensor[..., part] if shape == "kn" else tensor[part]
         return found
+
+    def size(self, stored: Parts) -> int:
+        """Rows of a matrix [N, K]."""
+        return stored[self.values].shape[0]
 
     def linear(self, x: Tensor, stored: Parts, bias: Tensor | None = None) -> Tensor:
         """x [..., K] times the transposed matrix [N, K], plus bias [N], gives [..., N] in x's type.
@@ -91,7 +98,7 @@ class Decoder(ABC):
         Half-precision x is multiplied in fp32, tile by tile: no weight is rounded after it was decoded.
         """
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        n = stored[self.values].shape[0]
+        n = self.size(stored)
         flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).to(wide)
         out = torch.empty(len(flat), n, dtype=wide, device=x.device)
         step = max(1, _TILE_ELEMENTS // max(1, x.shape[-1]) // self._tile_rows) * self._tile_rows
@@ -140,7 +147,8 @@ def _decoders() -> dict[str, type[Decoder]]:
     import oddrank.runtime.formats as package
 
     found = [importlib.import_module(f"{package.__name__}.{i.name}") for i in pkgutil.iter_modules(package.__path__)]
-    return {m.KIND: m.DECODER for m in found if hasattr(m, "DECODER")}
+    made = [m for m in found if hasattr(m, "DECODER")]
+    return {kind: m.DECODER for m in made for kind in ((m.KIND,) if isinstance(m.KIND, str) else m.KIND)}
 
 
 def decoder(name: str, blocks: Mapping[str, Block] | None = None) -> Decoder:
@@ -148,10 +156,10 @@ def decoder(name: str, blocks: Mapping[str, Block] | None = None) -> Decoder:
 
     blocks: see `Decoder`; `RankSlice.matrix` tells them.
     """
-    kind = name.partition("-")[0]
-    if kind not in _decoders():
-        raise OddrankError(
-            f"The runtime does not decode the format {name}. It decodes {', '.join(sorted(_decoders()))}; a new one "
-            "is one file in oddrank/runtime/formats."
-        )
-    return _decoders()[kind](format_named(name), blocks)
+    for kind, made in _decoders().items():
+        if f"{name}-".startswith(f"{kind}-"):
+            return made(format_named(name), blocks)
+    raise OddrankError(
+        f"The runtime does not decode the format {name}. It decodes {', '.join(sorted(_decoders()))}; a new one "
+        "is one file in oddrank/runtime/formats."
+    )

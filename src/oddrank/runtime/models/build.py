@@ -47,12 +47,13 @@ class Build:
     @cached_property
     def weights(self) -> StoredFormat:
         """Matrices, each in the format that the plan found it in."""
-        return StoredFormat(self.slice, self.precision)
+        return StoredFormat(self.slice, self.precision, self.group.device)
 
     @cached_property
     def exact_weights(self) -> StoredFormat:
         """The same with dense matrices held in the activations' type: for the few whose rounding decides something."""
-        return StoredFormat(self.slice, structs.replace(self.precision, weights=self.precision.activations))
+        precision = structs.replace(self.precision, weights=self.precision.activations)
+        return StoredFormat(self.slice, precision, self.group.device)
 
     def norm(self, name: str, width: int) -> RMSNorm:
         """The family's RMS norm `name` over `width` channels, whole on every rank."""

@@ -60,11 +60,12 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """waiting, running: requests. pages, pages_held: of the KV cache. seconds, tokens: of the step that has just been,
-    and what went through the model in it; 0 where there was none. preempted: requests that had to give way, so far.
-    queried, reused: prompt tokens, and those of them that a known prefix saved, so far. slots_held: places in memory
-    that requests have, each with a state where the model has any. snapshots: of states, that are kept.
-    snapshots_unwritten: places for one that are neither free nor kept."""
+    """waiting, running: requests. pages, pages_held: of the KV cache. seconds: of the step that has just been, from the
+    end of the one before it, or from the request that was waited for, to its own end. tokens: what went through the
+    model in it. Both are 0 where there was no step. preempted: requests that had to give way, so far. queried, reused:
+    prompt tokens, and those of them that a known prefix saved, so far. slots_held: places in memory that requests have,
+    each with a state where the model has any. snapshots: of states, that are kept. snapshots_unwritten: places for one
+    that are neither free nor kept. model: of the seconds, those in the model, up to its logits."""
 
     waiting: int
     running: int
@@ -79,6 +80,7 @@ class Stats(msgspec.Struct, frozen=True):
     slots_held: int = 0
     snapshots: int = 0
     snapshots_unwritten: int = 0
+    model: float = 0.0
 
 
 class Update(msgspec.Struct, frozen=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -37,6 +38,8 @@ from oddrank.runtime.serving.options import ServingOptions
 from oddrank.runtime.serving.pages import Pages, Snapshots
 from oddrank.runtime.serving.scheduler import Piece, Request, Scheduler, Work
 from oddrank.runtime.worker import load_rank
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -117,13 +120,17 @@ class Leader:
         self._ordering = Ordering()
         self._asked: dict[int, _Asked] = {}
         self._queried = self._reused = 0
+        self._since = self._in_model = 0.0  # when the step began; seconds of it in the model
 
     def run(self) -> None:
         group = self.executor.model.group
         while True:
             failed: list[Failed] = []
-            if not self.scheduler and not self._take(self.link.receive(), failed):
-                break
+            if not self.scheduler:
+                message = self.link.receive()
+                self._since = time.perf_counter()
+                if not self._take(message, failed):
+                    break
             ended = False
             while self.link.waiting():
                 if not self._take(self.link.receive(), failed):
@@ -158,7 +165,7 @@ class Leader:
 
     def step(self, failed: list[Failed]) -> Update:
         """One step of all ranks. failed: requests that are refused already; those that fail in the step join them."""
-        start = time.perf_counter()
+        self._in_model = 0.0
         work = self.scheduler.next_work()
         order, group, executor = self._ordering(work), self.executor.model.group, self.executor
         if group.size > 1:
@@ -167,12 +174,12 @@ class Leader:
         chosen: list[Chosen] = []
         scored: list[Scored] = []
         tokens: list[int | None] = []
-        logits = executor.generate(order)
+        logits = self._timed(lambda: executor.generate(order))
         if logits is not None:
             tokens += self._choose(logits, work.generating, chosen, failed)
-        filled = executor.fill(order)
+        filled = self._timed(lambda: executor.fill(order))
         if filled is not None:
-            last = filled.last()
+            last = self._timed(filled.last)
             ends = [(i, p) for i, p in enumerate(p for p in work.prompts if p.ends or p.request.all_logits) if p.ends]
             scored += self._score(filled, work.prompts)
             if last is not None and ends:
@@ -181,7 +188,15 @@ class Leader:
         self.scheduler.done(work, tokens)
         self._count(work)
         through = sum(len(p.tokens) for p in work.pieces())
-        return Update(chosen, scored, failed, self._stats(time.perf_counter() - start, through))
+        before, self._since = self._since, time.perf_counter()
+        return Update(chosen, scored, failed, self._stats(self._since - before, through, self._in_model))
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        """The result of work, which is the model's."""
+        start = time.perf_counter()
+        done = work()
+        self._in_model += time.perf_counter() - start
+        return done
 
     def _choose(
         self, logits: Tensor, pieces: Sequence[Piece], chosen: list[Chosen], failed: list[Failed]
@@ -262,11 +277,11 @@ class Leader:
                 self._queried += piece.request.prompt
                 self._reused += piece.request.reused
 
-    def _stats(self, seconds: float = 0.0, tokens: int = 0) -> Stats:
-        """As things are. seconds, tokens: of the step that has just been, if one has."""
+    def _stats(self, seconds: float = 0.0, tokens: int = 0, model: float = 0.0) -> Stats:
+        """As things are. seconds, tokens, model: of the step that has just been, if one has."""
         s, kept = self.scheduler, self.scheduler.snapshots
         return Stats(
             len(s.waiting), s.running, self.pages.count, self.pages.held, self.pages.remembered, seconds, tokens,
             s.preempted, self._queried, self._reused, s.slots_held,
-            0 if kept is None else len(kept), 0 if kept is None else kept.unwritten,
+            0 if kept is None else len(kept), 0 if kept is None else kept.unwritten, model,
         )  # fmt: skip

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from oddrank.checkpoint.hashedfile import write_error
+from oddrank.checkpoint.wholefile import write_whole
 from oddrank.errors import OddrankError
 
 FORMAT = "oddrank-capture-1"
@@ -80,17 +79,6 @@ class Capture(msgspec.Struct, frozen=True):
 def write_capture(capture: Capture, path: Path) -> None:
     """Whole or not at all. OddrankError where it cannot be written."""
     write_whole(path, msgspec.json.format(msgspec.json.encode(capture), indent=1) + b"\n")
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """A file, or nothing. OddrankError where it cannot be written."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        fresh.write_bytes(data)
-        os.replace(fresh, path)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        raise write_error(path, error) from None
 
 
 def read_capture(path: Path) -> Capture:
