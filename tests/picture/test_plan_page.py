@@ -32,7 +32,8 @@ class Shown(NamedTuple):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Headers of published sizes: 27B (MXFP4, with a vision tower), its drafter, 35B-A3B (fp8 blocks)."""
+    """Headers of published sizes: 27B (MXFP4, with a vision tower), its drafter, 35B-A3B (fp8 blocks), 135M; and small
+    ones of latent attention and of layers with two geometries of heads."""
     at = tmp_path_factory.mktemp("models")
     for name, family, form, vision in (
         ("27B", "qwen3_5", "mxfp4", True),
@@ -41,6 +42,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("135M", "llama", "bf16", False),
     ):
         write_headers(describe_release(family, form, layers=None, experts=None, vocab=None, vision=vision), at / name)
+    write_headers(describe_release("deepseek_v3", "fp8-block", size="tiny"), at / "latent")
+    write_headers(describe_release("gemma4", "bf16", size="tiny"), at / "two geometries")
     return at
 
 
@@ -121,7 +124,7 @@ def test_heads_without_kv_heads_of_their_own(capsys: pytest.CaptureFixture[str])
         axes=tuple(a for a in model.axes if a.name != "kv_heads"),
         pairs=(),
         roles=tuple(r for r in model.roles if "kv_heads" not in r.axes()),
-        kv=None,
+        kv=(),
     )
     shown = of_subject(subject_of(model, toy_table(model)), 3, "runtime")
     (heads,) = [ranks_of(figure) for figure in article(shown).all("ol", "ranks")]
@@ -189,6 +192,8 @@ CASES = {
     "35B-A3B at 3": ("35B-A3B", ["--tp", 3, "--executor", "vllm"]),
     "35B-A3B at 7": ("35B-A3B", ["--tp", 7]),
     "35B-A3B at 8": ("35B-A3B", ["--tp", 8, "--executor", "vllm"]),
+    "latent at 3": ("latent", ["--tp", 3, "--executor", "vllm"]),
+    "two geometries at 3": ("two geometries", ["--tp", 3]),
     "35B-A3B refined": ("35B-A3B", ["--tp", 3, "--constraint", "block=64", "--memory", 24]),
 }
 
@@ -214,8 +219,13 @@ def slots(report: dict[str, Any], axis: str) -> list[list[int]]:
 
 def check_heads(at: Node, report: dict[str, Any]) -> None:
     figures = [ranks_of(figure) for figure in at.all("ol", "ranks")]
-    assert len(figures) == len(report["plan"]["pairings"])
-    for shown, pairing in zip(figures, report["plan"]["pairings"], strict=True):
+    pairings = report["plan"]["pairings"]
+    paired = {pairing[side] for pairing in pairings for side in ("follower", "leader")}
+    alone = [a["name"] for a in report["plan"]["model"]["axes"] if a["kind"] == "heads" and a["name"] not in paired]
+    assert len(figures) == len(pairings) + len(alone)
+    for shown, axis in zip(figures[len(pairings) :], alone, strict=True):
+        assert [box.heads for (box,) in shown] == slots(report, axis)
+    for shown, pairing in zip(figures, pairings, strict=False):
         followers, leaders = slots(report, pairing["follower"]), slots(report, pairing["leader"])
         everywhere = [head for mine in leaders for head in mine]
         seen: dict[int, int] = {}
