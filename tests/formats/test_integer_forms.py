@@ -52,7 +52,10 @@ def test_the_moved_matrix_is_the_matrix_moved(name: str, what: str) -> None:
     assert np.corrcoef(before.ravel(), skewed(*move.shape()).ravel())[0, 1] > 0.93
 
 
-@pytest.mark.parametrize(("name", "what"), CASES)
+IN_PARTS = ("dummies on both", "heads permuted on columns", "a short last block of columns", "sections of rows")
+
+
+@pytest.mark.parametrize(("name", "what"), [case for case in CASES if case[1] in IN_PARTS])
 def test_rows_of_the_result_are_made_one_by_one_as_together(name: str, what: str) -> None:
     """As `pad` does, a few rows at a time, and as a rank slice's reader may ask."""
     packing, move = PACKINGS[name], MOVES[what]

@@ -14,7 +14,8 @@ import pytest
 import torch
 from cli.test_cli import run
 from formats.codec import F64, Raw
-from formats.integers import PACKINGS, gptq, packed, unpacked
+from formats.dialects import DIALECTS, stored
+from formats.integers import PACKINGS, gptq, packed, skewed, unpacked
 from formats.packed_models import decoded, matrices, parts_of, write
 from stream.sections import Sections, cut_dims, gathered, widths
 
@@ -189,6 +190,42 @@ def test_a_layout_that_splits_a_word_or_a_group_is_refused() -> None:
         )
         (check,) = [c for c in prove(msgspec.structs.replace(made, layouts=layouts), None) if c.name == "storage"]
         assert not check.ok and what in check.detail
+
+
+# -- beside block scales ---------------------------------------------------------------------------------------------
+
+
+def test_finer_block_scales_leave_the_groups_beside_them_alone(tmp_path: Path) -> None:
+    """Layer 0 in int4, groups of 128; layer 1 in fp8, blocks of 128 that the user wants in blocks of 64: both lie along
+    the same channels, and only the blocks get finer."""
+    blocks, name = DIALECTS["fp8 block, compressed-tensors"], "compressed-tensors int4"
+    mixed: dict[str, Any] = dict(PACKINGS[name].config)
+    mixed["config_groups"] = mixed["config_groups"] | {"group_1": blocks.quantization["config_groups"]["group_0"]}
+
+    def change(base: str, parts: dict[str, Raw]) -> dict[str, Raw]:
+        n, k = (int(i) for i in parts[".weight_shape"].words)
+        return parts if "layers.0" in base else stored(blocks, skewed(n, k))
+
+    source = write(tmp_path / "m", PACKINGS[name], change=change, said=mixed, layers=2, mlp=512)
+    for tp in (2, 3):
+        made = make_plan(source.path, tp, constraints={"block": 64}).plan
+        assert {u.format for u in made.uses} == {"dense", "fp8-block-ct", "int4-pack-g128"}
+        for r in range(tp):
+            rank = oddrank.rank_slice(made, r, source)
+            at = rank.source("mlp")
+
+            def read(key: str, rank: Any = rank) -> Raw:
+                out = np.empty(rank.shape(key), dtype=STORAGE[rank.dtype(key)])
+                rank.read_into(key, out)
+                return Raw(rank.dtype(key), out)
+
+            for layer, decode in ((0, PACKINGS[name].decode), (1, lambda p: blocks.decode(p, (64, 64)))):
+                key, stock = f"model.layers.{layer}.mlp.down_proj", (128, 128)
+                suffixes = [n.removeprefix(key) for n in source.tensors if n.startswith(key)]
+                whole = {s: reader(source)(key + s) for s in suffixes}
+                before = PACKINGS[name].decode(whole) if layer == 0 else blocks.decode(whole, stock)
+                part = decode({s: read(key + s) for s in suffixes})
+                assert np.array_equal(part[:, at >= 0], before[:, at[at >= 0]]) and not part[:, at < 0].any()
 
 
 # -- activation order ------------------------------------------------------------------------------------------------
