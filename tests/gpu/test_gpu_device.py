@@ -45,7 +45,7 @@ def wrong(got: Tensor, x: Tensor, numbers: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if "int4" not in case.name], ids=str)
 def test_products(case: Case, dtype: torch.dtype) -> None:
     from oddrank.gpu import linear_for
 

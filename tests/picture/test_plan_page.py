@@ -121,7 +121,7 @@ def test_heads_without_kv_heads_of_their_own(capsys: pytest.CaptureFixture[str])
         axes=tuple(a for a in model.axes if a.name != "kv_heads"),
         pairs=(),
         roles=tuple(r for r in model.roles if "kv_heads" not in r.axes()),
-        kv=None,
+        kv=(),
     )
     shown = of_subject(subject_of(model, toy_table(model)), 3, "runtime")
     (heads,) = [ranks_of(figure) for figure in article(shown).all("ol", "ranks")]

@@ -167,7 +167,7 @@ def generate(
         texts = any(isinstance(p, str) for p in prompts) or has_tokenizer(session.path)
         tokenizer = load_tokenizer(session.path) if texts else None  # while the ranks load
         ids = [encode(tokenizer, p, chat=chat) if isinstance(p, str) else list(p) for p in prompts]
-        streams = [TextStream(tokenizer) for _ in ids]
+        streams = [] if tokenizer is None else [TextStream(tokenizer) for _ in ids]
 
         def on_token(index: int, token: int) -> None:
             piece = streams[index].add(token)
