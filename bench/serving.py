@@ -27,6 +27,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -47,7 +48,7 @@ from oddrank.synth import describe_release
 HERE = Path(__file__).resolve().parent
 AT_ONCE = {1: 2, 8: 16, 32: 64}
 """Requests at a time: requests of a round."""
-PROMPT, ANSWERS = 64, (32, 96)
+PROMPT, ANSWERS, WARM = 64, (32, 96), (8, 24)
 LONG = 1000
 REQUESTS, EARLY, SHORT = 2000, 200, (8, 24)
 KV_GIB, PAGE_BYTES = "0.15", 16 * 30 * 2 * 3 * 64 * 4
@@ -105,6 +106,7 @@ def by_turns(servers: Sequence[Endpoint], work: Callable[[Endpoint], float]) -> 
 def throughput(model: Path, logs: Path, rounds: int, report: dict[str, Any]) -> Rows:
     threads, draw = min(2, cores_available()), random.Random(1)
     python, version = vllm_python()
+    report["skipped"] = [] if python is not None else [version]
     with ExitStack() as stack:
         servers: list[Endpoint] = []
 
@@ -116,7 +118,10 @@ def throughput(model: Path, logs: Path, rounds: int, report: dict[str, Any]) -> 
         if threads > 1:
             start(lambda: oddrank(model, logs / "tp2.log", 2, 1))
         for eager in (True, False) if python is not None else ():
-            start(lambda e=eager: Vllm(python, model, logs / f"vllm-{e}.log", threads, e))  # type: ignore[misc]
+            try:
+                start(lambda e=eager: Vllm(python, model, logs / f"vllm-{e}.log", threads, e))  # type: ignore[misc]
+            except SystemExit as error:
+                report["skipped"].append(str(error))
         report["starts_s"] = {server.name: round(server.start_seconds, 1) for server in servers}
         names = [server.name for server in servers]
         rates: dict[int, dict[str, list[float]]] = {}
@@ -124,13 +129,11 @@ def throughput(model: Path, logs: Path, rounds: int, report: dict[str, Any]) -> 
             rates[at_once] = {name: [] for name in names}
             for turn in range(rounds + 1):  # the first warms up
                 prompts = [_prompt(draw, PROMPT) for _ in range(requests)]
-                lengths = [draw.randint(*ANSWERS) for _ in range(requests)]
+                lengths = [draw.randint(*(ANSWERS if turn else WARM)) for _ in range(requests)]
                 told = by_turns(servers, lambda s: _rate(s, prompts, lengths, at_once))  # noqa: B023
                 for name, rate in zip(names, told, strict=True):
                     rates[at_once][name] += [rate] if turn else []
     report["tokens_per_s"] = rates
-    if python is None:
-        report["skipped"] = [version]
     rows, one = [], names[0]
     for at_once, found in rates.items():
         what = f"serving, {_many(at_once)}"
@@ -271,6 +274,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; repeatable")
     parser.add_argument("--rounds", type=int, default=3, help="of each that takes turns; default: 3")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end, too
     report: dict[str, Any] = {"load": round(os.getloadavg()[0], 2)}
     model = HERE.parent / DEFAULT_OUT
     ensure_model(model)
@@ -282,6 +286,7 @@ def main() -> int:
             rows += PARTS[name](model, Path(folder), options.rounds, report)
             seconds[name] = round(time.perf_counter() - start, 1)
     report["rows"] = rows
+    print("\n".join(report.get("skipped", ())), file=sys.stderr)
     print(json.dumps(report, indent=2))
     return 0 if all(r["passed"] is not False for r in rows) else 1
 

@@ -36,6 +36,7 @@ class Metrics:
                                registry=r)  # fmt: skip
         self.preempted = Counter("oddrank_preemptions", "Requests that had to give way and start again", registry=r)
         self.steps = Counter("oddrank_steps", "Steps of the ranks", registry=r)
+        self.model = Counter("oddrank_model_seconds", "Of the steps, in the model, up to the logits", registry=r)
         self.step = Histogram("oddrank_step_seconds", "Of a step of the ranks", buckets=_PER_TOKEN, registry=r)
         self._preempted = self._reused = 0
 
@@ -53,6 +54,7 @@ class Metrics:
         self._preempted, self._reused = found.preempted, found.reused
         if found.tokens:
             self.steps.inc()
+            self.model.inc(found.model)
             self.step.observe(found.seconds)
 
     def over(self, watch: Watch, outcome: str, seconds: float) -> None:
