@@ -57,8 +57,17 @@ RUNTIME = Executor(
     reader="transformers",
     finest_block=64,
     families=(
-        "llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe",
-    ),  # fmt: skip
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_moe",
+        "mixtral",
+        "gpt_oss",
+        "glm4_moe",
+    ),
     formats=("dense", "fp8", "int4", "int8", "mxfp4", "nvfp4"),
     handles=("rms_norm", "slopes", "top_k"),
 )

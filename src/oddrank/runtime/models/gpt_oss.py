@@ -1,7 +1,8 @@
 """gpt-oss (OpenAI, 2025, arXiv 2508.10925): attention with a sink a query head and, in turn, windows; experts with
 biases and a clamped unit of their own."""
 
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,17 +21,18 @@ _SCALING = {
 """Of a config that says nothing of rotary parameters."""
 
 
-class ClampedUnit(NamedTuple):
+@dataclass(frozen=True)
+class ClampedUnit:
     """gate * sigmoid(alpha * gate) * (up + 1) of [..., gate, up, gate, up, ...], each at most `limit`, up at least
-    -limit. The sum over channels is zero where gate is: silent channels stay silent."""
+    -limit. A channel whose gate is zero stays silent."""
 
     alpha: float
     limit: float
 
     def __call__(self, both: Tensor) -> Tensor:
-        gate, up = both.unflatten(-1, (-1, 2)).unbind(-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+        gate, up = both[..., ::2].clamp(max=self.limit), both[..., 1::2].clamp(-self.limit, self.limit)
+        out: Tensor = gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+        return out
 
 
 class GptOssConfig(ModelConfig, frozen=True):
