@@ -120,8 +120,10 @@ def native_matrix(decoder: Decodes, stored: Mapping[str, Tensor], exact: bool = 
     if found is None or any(t.device.type != "cpu" or not t.is_contiguous() for t in stored.values()):
         return None
     kind = decoder.name.partition("-")[0]
-    values = stored[decoder.format.stored[0].suffix]
-    if values.dim() != 2 or not values.numel():
+    declared = decoder.format.stored[0]
+    values = stored[declared.suffix]
+    apart = kind == "mxfp4" and declared.inner > 0  # a group's bytes lie in a dimension of their own
+    if values.dim() != (3 if apart else 2) or declared.shape != "nk" or not values.numel():
         return None
     described = _KINDS.get(kind, _none)(decoder, stored)
     if described is None:
@@ -211,9 +213,10 @@ def _int4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
 
 def _mxfp4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
     packed, exponents = (s.suffix for s in decoder.format.stored[:2])
-    if decoder.blocks[packed] != (1, 2) or decoder.blocks[exponents] != (1, 32):
+    inner = decoder.format.stored[0].inner
+    if decoder.blocks[packed] != (1, 2 * inner or 2) or decoder.blocks[exponents] != (1, 32):
         return None
-    values = stored[packed]
+    values = stored[packed].flatten(-2) if inner else stored[packed]
     return _matrix("mxfp4", values, stored[exponents], 2 * values.shape[1]), [stored[exponents]]
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from oddrank.checkpoint import Checkpoint
 from oddrank.errors import OddrankError
+from oddrank.formats import format_named
 from oddrank.formats.base import stem
 from oddrank.geometry.dims import IntArray
 from oddrank.layout.census import Use, use_instances, use_parts
@@ -18,11 +19,13 @@ from oddrank.transform.recipe import Words, apply, apply_rows, recipes
 class StoredMatrix(NamedTuple):
     """How a matrix is stored in a rank's slice. format: its name, see formats.format_named. names: the format's suffix
     -> the stored tensor, of those that are there. blocks: suffix -> elements along (N, K) that one entry covers in
-    the slice, where scales may be finer than in the file; 0 = the whole dimension."""
+    the slice, where scales may be finer than in the file; 0 = the whole dimension. transposed: it is stored
+    [..., K, N]."""
 
     format: str
     names: dict[str, str]
     blocks: dict[str, tuple[int, int]]
+    transposed: bool = False
 
 
 class RankSlice:
@@ -74,7 +77,9 @@ class RankSlice:
         if id(use) not in self._suffixes:  # the plan keeps its uses, and thousands of experts share one
             self._suffixes[id(use)] = tuple(self._parts(use))
         known = self._suffixes[id(use)]
-        return StoredMatrix(use.format, {s: name + tail for s, tail, _ in known}, {s: block for s, _, block in known})
+        names, blocks = {s: name + tail for s, tail, _ in known}, {s: block for s, _, block in known}
+        transposed = self.plan.model.roles[use.role].transposed and format_named(use.format).for_vectors
+        return StoredMatrix(use.format, names, blocks, transposed)
 
     def _parts(self, use: Use) -> Iterator[tuple[str, str, tuple[int, int]]]:
         """(the format's suffix, what it is appended to a stem as, its block) of what a use stores."""

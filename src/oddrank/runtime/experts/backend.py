@@ -51,7 +51,7 @@ class Compiled:
         from oddrank.gpu import experts_for
 
         banks, kernel = self._layer.banks, self._layer.kernel
-        if not all(tensor.is_cuda for tensor in banks.tensors()):
+        if not kernel.plain or not all(tensor.is_cuda for tensor in banks.tensors()):
             return None
         return experts_for(
             (kernel.gate_up, banks.gate_up.tensors), (kernel.down, banks.down.tensors), kernel.activation

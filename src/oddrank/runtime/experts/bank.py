@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from oddrank.errors import OddrankError
-from oddrank.runtime.experts.kernel import Stored
+from oddrank.runtime.experts.kernel import BIAS, Stored
 from oddrank.runtime.formats import Decoder, decoder, torch_dtype
 from oddrank.runtime.formats.integers import IntegerDecoder
 from oddrank.runtime.formats.rows import Packing, packing_of
@@ -70,9 +70,12 @@ class BankLayout:
         k: int,
         widest: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        biased: bool = False,
     ) -> None:
         """stems: per expert, the matrices' names without `.weight`; or the name of the stack of all of them.
         widest: floating-point values of a dense bank that are stored wider are held in this. device: the rank's.
+        biased: a stack has a bias for each expert, [experts, n], which is held as stored.
 
         OddrankError where the experts are not all stored alike, or have other sizes than these.
         """
@@ -86,8 +89,8 @@ class BankLayout:
         self.experts, self.n, self.k = experts, n, k
         self.sections = 1 if stacked else len(stems[0])
         self.name = places[0][0]
-        self.decoder: Decoder = decoder(first.format, first.blocks)
-        self.packing = _packing(part, self.decoder, first, k, widest, device)
+        self.decoder: Decoder = decoder(first.format, first.blocks, first.transposed)
+        self.packing = None if biased else _packing(part, self.decoder, first, k, widest, device)
         needed = [s.suffix for s in self.decoder.format.stored if not s.optional]
         if index := _ordered(part, self.decoder, [stem for stem, _, _ in places], k):
             self.packing = None  # the kernels take one x for all experts
@@ -95,6 +98,9 @@ class BankLayout:
         if self.packing is not None:
             needed = [suffix for suffix in needed if suffix in self.packing.sources]
         self.stored = {suffix: self._part(part, first.names[suffix], suffix, widest) for suffix in needed}
+        if biased:
+            dtype = part.dtype(f"{self.name}{BIAS}")
+            self.stored[BIAS] = BankPart(BIAS, (n,), dtype, _held_in(f"{self.name}{BIAS}", dtype))
         self.parts = list(self.stored.values())
         if self.packing is not None:
             self.decoder = self.packing.decoder
@@ -110,15 +116,14 @@ class BankLayout:
                     "computed from one bank, so all of them must be stored alike."
                 )
             for suffix, read in self.stored.items():
-                self._check(part, found.names[suffix], read, leading)
-                self.sources.append(Source(found.names[suffix], suffix, expert, section))
+                name = found.names.get(suffix, f"{stem}{suffix}")  # a bias's own
+                self._check(part, name, read, leading)
+                self.sources.append(Source(name, suffix, expert, section))
             self.ignored += [name for suffix, name in found.names.items() if suffix not in needed]
 
     def _part(self, part: ExpertSlice, name: str, suffix: str, widest: torch.dtype) -> BankPart:
         stored = part.dtype(name)
-        dtype = torch_dtype(stored)
-        if dtype is None:
-            raise OddrankError(f"{name} is stored as {stored}, which the runtime cannot hold.")
+        dtype = _held_in(name, stored)
         if self.decoder.format.for_vectors and dtype in _FLOATS and dtype.itemsize > widest.itemsize:
             dtype = widest
         return BankPart(suffix, self.decoder.shape(suffix, self.n, self.k), stored, dtype)
@@ -178,6 +183,13 @@ def _ordered(part: ExpertSlice, stored: Decoder, stems: Sequence[str], k: int) -
         if not all(stored.in_order(one) for one in groups.view(-1, k)):
             return stored.index
     return ""
+
+
+def _held_in(name: str, stored: str) -> torch.dtype:
+    dtype = torch_dtype(stored)
+    if dtype is None:
+        raise OddrankError(f"{name} is stored as {stored}, which the runtime cannot hold.")
+    return dtype
 
 
 class Bank:

@@ -10,10 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from oddrank.native import NativeExperts, native_experts
+from oddrank.native import NativeExperts, native_experts, native_matrix
 from oddrank.runtime.formats import Decoder
 
 Activation = Callable[[Tensor], Tensor]
+BIAS = "_bias"
+"""The suffix of a bank's biases, [experts, 1, N]."""
+
 Stored = Mapping[str, Tensor]
 """A stored matrix: suffix -> tensor."""
 
@@ -62,29 +65,55 @@ def route(x: Tensor, weights: Tensor, ids: Tensor) -> Batch:
 
 class ExpertKernel(NamedTuple):
     """What it takes to compute one expert: how its two matrices are stored, and the activation between them. exact: see
-    NativeMatrix."""
+    NativeMatrix.
+
+    unit: what makes [..., gate and up] one, where that is not act(gate) * up. adds_bias: None where banks have no
+    biases, else whether this rank is the one that adds the output's: ranks are summed after the router's weights.
+    """
 
     gate_up: Decoder
     down: Decoder
     activation: Activation
     exact: bool = True
+    unit: Activation | None = None
+    adds_bias: bool | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether an expert is down(act(gate(x)) * up(x)) and nothing else: what whole layers are compiled for."""
+        return self.unit is None and self.adds_bias is None
 
     def term(self, batch: Batch, routed: Routed, gate_up: Stored, down: Stored) -> Tensor:
         """One expert's weighted output for its tokens, [n, hidden], on the device of the stored parts."""
-        dtype, hidden = batch.x.dtype, batch.x.shape[-1]
+        dtype = batch.x.dtype
         rows = batch.x.index_select(0, routed.tokens)
         if dtype == torch.float32 and (one := self.native(_alone(gate_up), _alone(down))) is not None:
             zero = torch.zeros(len(rows), 1, dtype=torch.int64)
             return one(rows, routed.weights, zero, torch.get_num_threads())
-        both = rows @ self.gate_up.dequantize(gate_up, dtype).reshape(-1, hidden).t()
-        gate, up = both.chunk(2, -1)
-        inner = self.activation(gate).mul_(up)
-        out = inner @ self.down.dequantize(down, dtype).reshape(hidden, -1).t()
+        both = self._product(self.gate_up, gate_up, rows, gate_up.get(BIAS))
+        if self.unit is None:
+            gate, up = both.chunk(2, -1)
+            inner = self.activation(gate).mul_(up)
+        else:
+            inner = self.unit(both)
+        out = self._product(self.down, down, inner, down.get(BIAS) if self.adds_bias else None)
         return out.mul_(routed.weights)
+
+    def _product(self, decoder: Decoder, stored: Stored, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [n, K] times the transposed matrix, whose sections are one above the other, plus bias [1, N]."""
+        values = stored[decoder.values]
+        if x.dtype == torch.float32 and len(values) == 1 and not self.plain:
+            one = native_matrix(decoder, {suffix: tensor[0] for suffix, tensor in stored.items()}, self.exact)
+            if one is not None and one.k == x.shape[-1]:
+                return one.linear(x, bias, torch.get_num_threads())
+        out = x @ decoder.dequantize(stored, x.dtype).flatten(0, -2).t()
+        return out if bias is None else out.add_(bias)
 
     def native(self, gate_up: Stored, down: Stored) -> NativeExperts | None:
         """The compiled kernel for a layer's banks, parts [experts, sections, ...]; None where it does not take them. It
         adds an expert's terms up as `add_up` does, to the same bits."""
+        if not self.plain:
+            return None
         return native_experts((self.gate_up, gate_up), (self.down, down), self.activation, self.exact)
 
 

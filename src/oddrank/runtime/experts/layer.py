@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from oddrank.errors import OddrankError
+from oddrank.families.experts import NAMED
 from oddrank.native.elementwise import zeros
 from oddrank.runtime.experts.backend import Backend, Layer
 from oddrank.runtime.experts.backends import BACKENDS, require
@@ -18,7 +19,8 @@ from oddrank.runtime.layers.module import Module
 
 
 class Experts(Module):
-    """This rank's part of every expert of a layer: down(act(gate(x)) * up(x)), `width` channels of each.
+    """This rank's part of every expert of a layer: down(act(gate(x)) * up(x)), `width` channels of each, or a family's
+    own unit in place of the product.
 
     x [tokens, hidden], weights and ids [tokens, k] -> [tokens, hidden]: this rank's term of the sum over ranks, in x's
     type. Each token's ids are all different. Experts are computed in float64 for float64 activations, else in fp32.
@@ -35,10 +37,14 @@ class Experts(Module):
         activation: Activation,
         weights: torch.dtype,
         share: ExpertShare,
+        names: tuple[str, str, str] = NAMED,
+        unit: Activation | None = None,
+        adds_bias: bool | None = None,
     ) -> None:
-        """name: what the experts' tensors begin with ("...mlp.experts"), stacked or one by one. width: this rank's of
-        each expert. weights: dense weights stored wider than this are held in it; where it has 32 bits or
-        more the compiled kernels are exact (see Precision).
+        """name: what the experts' tensors begin with ("...mlp.experts"), stacked or one by one (`names`: gate, up and
+        down of one). width: this rank's of each expert. weights: dense weights stored wider than this are held in
+        it; where it has 32 bits or more the compiled kernels are exact (see Precision). unit, adds_bias: see
+        ExpertKernel.
 
         OddrankError where the experts are not stored alike, or the backend asked for cannot take them.
         """
@@ -49,15 +55,20 @@ class Experts(Module):
             down: list[list[str]] | str = f"{name}.down_proj"
             rows = 2 * width
         except KeyError:
-            up = [[f"{name}.{e}.gate_proj", f"{name}.{e}.up_proj"] for e in range(experts)]
-            down, rows = [[f"{name}.{e}.down_proj"] for e in range(experts)], width
+            gate_name, up_name, down_name = names
+            up = [[f"{name}.{e}.{gate_name}", f"{name}.{e}.{up_name}"] for e in range(experts)]
+            down, rows = [[f"{name}.{e}.{down_name}"] for e in range(experts)], width
+        biased = adds_bias is not None
         self.layouts = (
-            BankLayout(part, up, experts, rows, hidden, weights, share.device),
-            BankLayout(part, down, experts, hidden, width, weights, share.device),
+            BankLayout(part, up, experts, rows, hidden, weights, share.device, biased=biased),
+            BankLayout(part, down, experts, hidden, width, weights, share.device, biased=biased),
         )
         require(share.options.kind, self.layouts)
         share.add(self.layouts)
-        self._kernel = ExpertKernel(self.layouts[0].decoder, self.layouts[1].decoder, activation, weights.itemsize >= 4)
+        self._idle = not width and not adds_bias
+        self._kernel = ExpertKernel(
+            self.layouts[0].decoder, self.layouts[1].decoder, activation, weights.itemsize >= 4, unit, adds_bias
+        )
         self._host: LayerBanks | None = None
         self._device: LayerBanks | None = None
         self._backend: Backend | None = None
@@ -135,7 +146,7 @@ class Experts(Module):
         return self._backend
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        if not self.width or not len(x):
+        if self._idle or not len(x):
             return zeros(x.shape, x.dtype, x.device)
         whole = self.backend.whole(x, weights, ids)
         if whole is not None:

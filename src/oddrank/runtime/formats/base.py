@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from oddrank.errors import OddrankError
@@ -151,15 +152,21 @@ def _decoders() -> dict[str, type[Decoder]]:
     return {kind: m.DECODER for m in made for kind in ((m.KIND,) if isinstance(m.KIND, str) else m.KIND)}
 
 
-def decoder(name: str, blocks: Mapping[str, Block] | None = None) -> Decoder:
+def decoder(name: str, blocks: Mapping[str, Block] | None = None, transposed: bool = False) -> Decoder:
     """The decoder of a plan's format. OddrankError for a format that the runtime does not decode.
 
-    blocks: see `Decoder`; `RankSlice.matrix` tells them.
+    blocks: see `Decoder`; `RankSlice.matrix` tells them. transposed: values are stored [..., K, N], and decoded as
+    [..., N, K] all the same; such a matrix is dense.
     """
     for kind, made in _decoders().items():
         if f"{name}-".startswith(f"{kind}-"):
-            return made(format_named(name), blocks)
+            return made(_transposed(format_named(name)) if transposed else format_named(name), blocks)
     raise OddrankError(
         f"The runtime does not decode the format {name}. It decodes {', '.join(sorted(_decoders()))}; a new one "
         "is one file in oddrank/runtime/formats."
     )
+
+
+def _transposed(form: Format) -> Format:
+    values, *rest = form.stored
+    return structs.replace(form, stored=(structs.replace(values, shape="kn"), *rest))

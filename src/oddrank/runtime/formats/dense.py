@@ -10,7 +10,8 @@ KIND = "dense"
 
 class DenseDecoder(Decoder):
     def dequantize(self, stored: Parts, dtype: torch.dtype) -> Tensor:
-        return stored[self.values].to(dtype)
+        values = stored[self.values].to(dtype)
+        return values.mT if self.format.stored[0].shape == "kn" else values
 
 
 DECODER = DenseDecoder

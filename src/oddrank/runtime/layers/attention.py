@@ -11,7 +11,7 @@ from oddrank.native.operations import compiled
 from oddrank.native.prefill import prefill_attention
 from oddrank.native.rotary import cache_heads
 from oddrank.runtime.cache import KVCache
-from oddrank.runtime.layers.module import Module
+from oddrank.runtime.layers.module import Module, Parameter
 from oddrank.runtime.layers.norm import RMSNorm
 from oddrank.runtime.layers.rotary import Rotary
 from oddrank.runtime.step import Step
@@ -51,38 +51,42 @@ class Attention:
     """softmax(q k^T * scale) v, causal, over the tokens the cache holds and the step's own.
 
     window: each token sees itself and the window - 1 tokens before it; None: all before it.
+    sinks: [query slots], scores that take part in the softmax and have no value.
     """
 
     def __init__(self, heads: HeadMap, layer: int, scale: float, window: int | None = None) -> None:
         self.heads, self.layer, self.scale, self.window = heads, layer, scale, window
 
-    def __call__(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
+    def __call__(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache, sinks: Tensor | None = None) -> Tensor:
         """q [tokens, query slots, head_dim], kv [tokens, 2 * KV slots, head_dim], keys first -> as q, after `kv`
         is cached."""
         heads = self.heads
         if heads.q_heads == 0:
             return q
         if not step.decode:
-            return self._prefill(q, kv, step, cache)
+            return self._prefill(q, kv, step, cache, sinks)
         assert step.in_order
         # A group's queries are the rows of one small matrix against its keys, so that keys are read once and never
         # repeated.
         grouped = q if heads.members is None else q.index_select(1, heads.members)
+        if sinks is not None:
+            sinks = sinks if heads.members is None else sinks.index_select(0, heads.members)
+            sinks = sinks.view(heads.shape)
         if len(step.segments) > 1 or cache.half or step.static:
-            out = self._decode(grouped, kv, step, cache)
+            out = self._decode(grouped, kv, step, cache, sinks)
         else:
             # The same in three small products, which cost less to start than the fused one.
             target, keys, values = cache.views(step, self.window)[self.layer]
             target.copy_(kv[0])
             scores = torch.bmm(grouped.view(heads.shape), keys).mul_(self.scale)
-            out = torch.bmm(torch.softmax(scores, -1), values).view(1, -1, cache.head_dim)
+            out = torch.bmm(_softmax(scores, sinks), values).view(1, -1, cache.head_dim)
         return out if heads.place is None else out.index_select(1, heads.place)
 
-    def _decode(self, grouped: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
-        """All sequences at once; shorter ones mask what lies past their end."""
+    def _decode(self, grouped: Tensor, kv: Tensor, step: Step, cache: KVCache, sinks: Tensor | None) -> Tensor:
+        """All sequences at once; shorter ones mask what lies past their end. sinks: [KV slots, group, 1]."""
         buffer, heads, n = cache.layer(self.layer), self.heads, len(step.segments)
         buffer[torch.arange(n, device=kv.device), :, step.positions] = kv.to(buffer.dtype)
-        if kv.is_cuda:
+        if kv.is_cuda and sinks is None:
             from oddrank.gpu.attention import decode
 
             paged = decode(grouped, step, cache, self.layer, self.scale, self.window)
@@ -93,10 +97,10 @@ class Attention:
         values = buffer[:n, heads.kv_heads :, first : step.longest]
         q = grouped.reshape(n, heads.kv_heads, heads.group, -1).to(keys.dtype)
         mask = step.decode_mask(self.window, keys.dtype)
-        out = F.scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)
+        out = _attend(q, keys, values, mask, self.scale, sinks)
         return out.to(grouped.dtype).reshape(grouped.shape)
 
-    def _prefill(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache) -> Tensor:
+    def _prefill(self, q: Tensor, kv: Tensor, step: Step, cache: KVCache, sinks: Tensor | None) -> Tensor:
         """A sequence at a time, in the activations' type, from what the cache holds: what decoding will see."""
         partner, out = self.heads.partner, torch.empty_like(q)
         for i, s in enumerate(step.segments):
@@ -107,11 +111,35 @@ class Attention:
                 k, v = k.index_select(0, partner), v.index_select(0, partner)
             mask = step.prefill_mask(i, self.window, q.dtype)
             rows = q[s.start : s.stop].transpose(0, 1)
-            seen = F.scaled_dot_product_attention(
-                rows[None], k[None], v[None], mask, is_causal=mask is None, scale=self.scale
-            )
+            seen = _attend(
+                rows[None], k[None], v[None], mask, self.scale, None if sinks is None else sinks[:, None, None],
+                causal=mask is None,
+            )  # fmt: skip
             out[s.start : s.stop] = seen[0].transpose(0, 1)
         return out
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None, *, causal: bool = False
+) -> Tensor:
+    """q [n, heads, rows, head_dim] over k and v [n, heads, keys, head_dim]. mask: is added to the scores. sinks:
+    [heads, rows or 1, 1]. causal: row i sees keys 0 to i."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
+    scores = torch.matmul(q, k.mT).mul_(scale)
+    if mask is not None:
+        scores += mask
+    if causal:
+        scores.masked_fill_(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu_(1), float("-inf"))
+    return torch.matmul(_softmax(scores, sinks), v)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the keys [..., rows, keys], and what else of each head takes part."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
 
 
 class RotaryAttention(Module):
@@ -119,10 +147,17 @@ class RotaryAttention(Module):
 
     q [tokens, query slots, head_dim], kv [tokens, 2 * KV slots, head_dim], keys first, gate as q -> [tokens, query
     slots * head_dim], times sigmoid(gate) where there is one. q and kv are parts of one product, which is written to.
+    sinks: see Attention.
     """
 
-    def __init__(self, attention: Attention, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None) -> None:
-        self.attention, self.q_norm, self.k_norm = attention, q_norm, k_norm
+    def __init__(
+        self,
+        attention: Attention,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        sinks: Parameter | None = None,
+    ) -> None:
+        self.attention, self.q_norm, self.k_norm, self.sinks = attention, q_norm, k_norm, sinks
         self._threads = 1
 
     def prepare(self, threads: int) -> None:
@@ -132,6 +167,7 @@ class RotaryAttention(Module):
         self, q: Tensor, kv: Tensor, rotary: Rotary, step: Step, cache: KVCache, gate: Tensor | None = None
     ) -> Tensor:
         tokens, heads, kv_heads = q.shape[0], self.attention.heads, kv.shape[1] // 2
+        sinks = None if self.sinks is None else self.sinks.data
         library = compiled(q)
         if library is not None and heads.q_heads and cache.dtype.itemsize <= 4:
             pages = cache.pages(self.attention.layer)
@@ -146,19 +182,20 @@ class RotaryAttention(Module):
             readers, scale, window = (heads.starts, heads.queries), self.attention.scale, self.attention.window
             if step.decode:
                 return decode_attention(
-                    library, q, pages, step.positions, *readers, scale, window=window, gate=gate, slots=step.order,
-                    threads=self._threads,
+                    library, q, pages, step.positions, *readers, scale, window=window, gate=gate, sinks=sinks,
+                    slots=step.order, threads=self._threads,
                 )  # fmt: skip
             return prefill_attention(
-                library, q, pages, step.spans, *readers, scale, window=window, gate=gate, threads=self._threads
-            )
+                library, q, pages, step.spans, *readers, scale, window=window, gate=gate, sinks=sinks,
+                threads=self._threads,
+            )  # fmt: skip
         k = kv.narrow(1, 0, kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
             q.copy_(self.q_norm(q))
             k.copy_(self.k_norm(k))
         rotary.apply_(q, self._threads)
         rotary.apply_(k, self._threads)
-        out = self.attention(q, kv, step, cache)
+        out = self.attention(q, kv, step, cache, sinks)
         if gate is not None:
             out = out * torch.sigmoid(gate)
         return out.reshape(tokens, -1)

@@ -8,12 +8,16 @@ from oddrank.runtime.expert_options import ExpertOptions
 from oddrank.runtime.experts.share import ExpertShare
 from oddrank.runtime.models.build import Build, Slice
 from oddrank.runtime.models.config import ModelConfig
+from oddrank.runtime.models.glm4_moe import Glm4MoE
+from oddrank.runtime.models.gpt_oss import GptOss
 from oddrank.runtime.models.llama import Llama
 from oddrank.runtime.models.mistral import Mistral
+from oddrank.runtime.models.mixtral import Mixtral
 from oddrank.runtime.models.qwen2 import Qwen2
 from oddrank.runtime.models.qwen3 import Qwen3
 from oddrank.runtime.models.qwen3_5 import Qwen3_5
 from oddrank.runtime.models.qwen3_5_moe import Qwen3_5MoE
+from oddrank.runtime.models.qwen3_moe import Qwen3MoE
 from oddrank.runtime.parallel.group import Group
 from oddrank.runtime.precision import Precision
 
@@ -24,6 +28,10 @@ MODELS: dict[str, type[Llama]] = {
     "qwen3": Qwen3,
     "qwen3_5": Qwen3_5,
     "qwen3_5_moe": Qwen3_5MoE,
+    "qwen3_moe": Qwen3MoE,
+    "mixtral": Mixtral,
+    "gpt_oss": GptOss,
+    "glm4_moe": Glm4MoE,
 }
 """Family name -> the model that runs it."""
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from msgspec import structs
 
 from oddrank.runtime.experts.share import ExpertShare
@@ -54,6 +55,16 @@ class Build:
         """The same with dense matrices held in the activations' type: for the few whose rounding decides something."""
         precision = structs.replace(self.precision, weights=self.precision.activations)
         return StoredFormat(self.slice, precision, self.group.device)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The activations' type, or fp32 where that is a half."""
+        return torch.promote_types(self.precision.activations, torch.float32)
+
+    @cached_property
+    def wide_weights(self) -> StoredFormat:
+        """The same held, and multiplied by, in `wide`."""
+        return StoredFormat(self.slice, structs.replace(self.precision, weights=self.wide, activations=self.wide))
 
     def norm(self, name: str, width: int) -> RMSNorm:
         """The family's RMS norm `name` over `width` channels, whole on every rank."""

@@ -15,8 +15,8 @@ class Defaults(msgspec.Struct, frozen=True):
     """What a family means by keys that config.json does not have.
 
     sliding: how a family says that layers see a window: "no" (it has none), "all" (`sliding_window` is every
-    layer's), "some" (with `use_sliding_window`: the layers of `layer_types`, or those from
-    `max_window_layers` on).
+    layer's), "asked" (with `use_sliding_window` it is), "some" (with `use_sliding_window`: the layers of `layer_types`,
+    or those from `max_window_layers` on), "alternate" (the layers of `layer_types`, or every other from the first on).
     partial_rotary: the part of each head that is rotated; None where heads are always rotated whole.
     norm_offset: norms multiply by 1 + weight.
     """
@@ -24,8 +24,10 @@ class Defaults(msgspec.Struct, frozen=True):
     max_positions: int
     head_dim: int | None = None
     sliding: str = "no"
-    window: int = 4096
+    window: int | None = 4096
     first_window_layer: int = 28
+    theta: float = 10000.0
+    eps: float = 1e-6
     partial_rotary: float | None = None
     norm_offset: bool = False
 
@@ -63,7 +65,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         """The fields that the text config says. A family with more adds its own."""
         layers = view.require_int("num_hidden_layers")
         max_positions = view.get_int("max_position_embeddings", defaults.max_positions)
-        head_dim, rope = view.head_dim(defaults.head_dim), view.rope()
+        head_dim, rope = view.head_dim(defaults.head_dim), view.rope(defaults.theta)
         if rope.partial not in (None, 1.0) and defaults.partial_rotary is None:
             raise OddrankError(
                 f"config.json rotates {rope.partial} of each head, and this family's model rotates all of it."
@@ -80,7 +82,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
             "layers": layers,
             "head_dim": head_dim,
             "vocab": view.require_int("vocab_size"),
-            "eps": view.get_float("rms_norm_eps", 1e-6),
+            "eps": view.get_float("rms_norm_eps", defaults.eps),
             "activation": view.get_str("hidden_act", "silu"),
             "rope": _rope(view, rope, max_positions),
             "rotary": rotary,
@@ -111,10 +113,14 @@ def _windows(view: ConfigView, defaults: Defaults, layers: int) -> tuple[int | N
     kinds = [str(kind) for kind in view.get_list("layer_types")]
     if kinds and (len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}):
         raise view.error("layer_types", f"{layers} of full_attention and sliding_attention", kinds)
-    if defaults.sliding == "all":
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds) or (window,) * layers
+    if defaults.sliding in ("all", "alternate"):
+        every = 2 if defaults.sliding == "alternate" else 1
+        kinds = kinds or ["full_attention" if i % every else "sliding_attention" for i in range(layers)]
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if not view.get_bool("use_sliding_window", False):
         return (None,) * layers
+    if defaults.sliding == "asked":
+        return (window,) * layers
     if kinds:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     first = view.get_int("max_window_layers", defaults.first_window_layer, low=0)

@@ -13,7 +13,7 @@ from oddrank.runtime.layers.attention import Attention, HeadMap, RotaryAttention
 from oddrank.runtime.layers.gated import GatedUnit
 from oddrank.runtime.layers.kernels import Rows
 from oddrank.runtime.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from oddrank.runtime.layers.module import Module
+from oddrank.runtime.layers.module import Module, Parameter
 from oddrank.runtime.layers.residual import Residual
 from oddrank.runtime.layers.rotary import Rotary, RotaryEmbedding
 from oddrank.runtime.layers.vocab import ParallelLMHead, VocabParallelEmbedding
@@ -38,9 +38,11 @@ class FeedForward(Module):
 
 
 class SelfAttention(Mixer):
-    """Grouped-query attention; biases and per-head norms where a family has them."""
+    """Grouped-query attention; biases, per-head norms and a sink a query head where a family has them."""
 
-    def __init__(self, b: Build, layer: int, *, qkv_bias: bool, o_bias: bool, qk_norm: bool = False) -> None:
+    def __init__(
+        self, b: Build, layer: int, *, qkv_bias: bool, o_bias: bool, qk_norm: bool = False, sinks: bool = False
+    ) -> None:
         c, dtype, at = b.config, b.precision.activations, f"{b.prefix}layers.{layer}.self_attn"
         self.q_heads, self.kv_heads, self.dim = b.slice.count("q_heads"), b.slice.count("kv_heads"), c.head_dim
         self._split, self._all_heads = [self.q_heads, 2 * self.kv_heads], self.q_heads + 2 * self.kv_heads
@@ -56,6 +58,7 @@ class SelfAttention(Mixer):
             Attention(heads, layer, c.head_dim**-0.5, c.windows[layer]),
             b.norm(f"{at}.q_norm", c.head_dim) if qk_norm else None,
             b.norm(f"{at}.k_norm", c.head_dim) if qk_norm else None,
+            Parameter([(f"{at}.sinks", self.q_heads)], (), dtype) if sinks else None,
         )
 
     def __call__(self, x: Tensor, rotary: Rotary, step: Step, cache: KVCache) -> Partial:
@@ -65,10 +68,10 @@ class SelfAttention(Mixer):
 
 
 class GatedMLP(FeedForward):
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)). times: channels to each element of the axis."""
 
-    def __init__(self, b: Build, at: str, *, bias: bool, axis: str = "mlp") -> None:
-        c, dtype, width = b.config, b.precision.activations, b.slice.count(axis)
+    def __init__(self, b: Build, at: str, *, bias: bool, axis: str = "mlp", times: int = 1) -> None:
+        c, dtype, width = b.config, b.precision.activations, times * b.slice.count(axis)
         parts = [Rows(f"{at}.gate_proj", width), Rows(f"{at}.up_proj", width)]
         self.gate_up_proj = MergedColumnParallelLinear(b.weights, parts, c.hidden, bias=bias, dtype=dtype)
         self.down_proj = RowParallelLinear(

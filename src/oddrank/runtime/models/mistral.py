@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from oddrank.runtime.models.build import Build
 from oddrank.runtime.models.config import Defaults
-from oddrank.runtime.models.llama import GatedMLP, Llama, SelfAttention
+from oddrank.runtime.models.llama import FeedForward, GatedMLP, Llama, SelfAttention
 
 
 class Mistral(Llama):
@@ -13,5 +13,5 @@ class Mistral(Llama):
     def attention(self, b: Build, layer: int) -> SelfAttention:
         return SelfAttention(b, layer, qkv_bias=False, o_bias=False)
 
-    def mlp(self, b: Build, layer: int) -> GatedMLP:
+    def mlp(self, b: Build, layer: int) -> FeedForward:
         return GatedMLP(b, f"{b.prefix}layers.{layer}.mlp", bias=False)

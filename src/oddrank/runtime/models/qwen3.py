@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from oddrank.runtime.models.build import Build
 from oddrank.runtime.models.config import Defaults
-from oddrank.runtime.models.llama import GatedMLP, Llama, SelfAttention
+from oddrank.runtime.models.llama import FeedForward, GatedMLP, Llama, SelfAttention
 
 
 class Qwen3(Llama):
@@ -14,5 +14,5 @@ class Qwen3(Llama):
         bias = b.config.attention_bias
         return SelfAttention(b, layer, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
-    def mlp(self, b: Build, layer: int) -> GatedMLP:
+    def mlp(self, b: Build, layer: int) -> FeedForward:
         return GatedMLP(b, f"{b.prefix}layers.{layer}.mlp", bias=False)
