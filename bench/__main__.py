@@ -21,23 +21,27 @@ README = HERE / "README.md"
 BEGIN, END = "<!-- begin measured -->", "<!-- end measured -->"
 SCRIPTS = (
     "plan", "hub", "pad", "quantized", "load", "load_quantized", "allreduce", "kernels", "operations", "decode",
-    "prefill", "moe_decode", "compare", "vllm_load",
+    "prefill", "moe_decode", "compare", "vllm_load", "serving",
 )  # fmt: skip
-LIMIT_S = 600
+LIMIT_S, ENDING_S = 900, 60
 
 
 def run(name: str) -> dict[str, Any]:
     """What a script reports, or {"failed": why}."""
+    with subprocess.Popen([sys.executable, str(HERE / f"{name}.py")], stdout=subprocess.PIPE, text=True) as script:
+        try:
+            said, _ = script.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            script.terminate()  # so that it ends what it has started
+            try:
+                script.wait(ENDING_S)
+            except subprocess.TimeoutExpired:
+                script.kill()
+            return {"failed": f"it took longer than {LIMIT_S} s"}
     try:
-        done = subprocess.run(
-            [sys.executable, str(HERE / f"{name}.py")], stdout=subprocess.PIPE, text=True, timeout=LIMIT_S
-        )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"it took longer than {LIMIT_S} s"}
-    try:
-        report = json.loads(done.stdout)
+        report = json.loads(said)
     except ValueError:
-        return {"failed": f"it ended with {done.returncode} and no JSON"}
+        return {"failed": f"it ended with {script.returncode} and no JSON"}
     return report if isinstance(report, dict) else {"failed": "its JSON is not an object"}
 
 

@@ -156,7 +156,7 @@ def first(model: Path, logs: Path, rounds: int, report: dict[str, Any]) -> Rows:
     rows, draw, threads = [], random.Random(2), min(2, cores_available())
     hybrid = logs / "qwen3_5"
     _write_hybrid(hybrid, model)
-    for name, path in (("SmolLM2-135M", model), ("qwen3_5, 8 layers of the 2B's", hybrid)):
+    for name, path in (("SmolLM2-135M", model), ("qwen3_5, 8 layers of the 0.8B's", hybrid)):
         with oddrank(path, logs / "first.log", 1, threads) as server:
             asyncio.run(server.crowd([_prompt(draw, LONG)], [2], 1))
             pairs = []
@@ -261,10 +261,10 @@ def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
 
 
 def _write_hybrid(path: Path, tokenizer: Path) -> None:
-    """Eight layers of the 2B's geometry, six of them gated delta nets, with random weights and SmolLM2's tokenizer."""
+    """Eight layers of the 0.8B's geometry, six of them gated delta nets, with random weights and SmolLM2's tokenizer."""
     from engines import write_random
 
-    write_random(describe_release("qwen3_5", "bf16", size="2B", layers=8, vocab=49152), path)
+    write_random(describe_release("qwen3_5", "bf16", size="0.8B", layers=8, vocab=49152), path)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copy(tokenizer / name, path / name)
 
