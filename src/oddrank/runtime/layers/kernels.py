@@ -104,8 +104,8 @@ def dense_product(weight: Tensor, x: Tensor, bias: Tensor | None, threads: int) 
 
 
 class NarrowWeight(LinearWeight):
-    """bf16 or fp16 weights under fp32 activations: by the compiled kernels once prepared, where there are any (which may
-    round x, see NativeMatrix), else by what torch has everywhere.
+    """bf16 or fp16 weights under fp32 activations: by the compiled kernels once prepared, where there are any, else by
+    what torch has everywhere. The compiled kernels may round x (NativeMatrix says when).
 
     In torch, one to three rows of x go through the half-precision product, which rounds x and the result; more are
     multiplied in fp32 by blocks of the matrix that are converted as they are needed.
