@@ -90,6 +90,22 @@ inline INLINE void pairs_groups_product(const F &decode, const uint8_t *const (&
   }
 }
 
+// The sums across sixteen vectors, `step` apart: 45 operations, where one alone takes 9.
+inline Vec sums_across(const Vec *v, int step) {
+  Vec a[8], b[4];
+  for (int i = 0; i < 8; i++) {
+    const Vec first = v[2 * i * step], second = v[(2 * i + 1) * step];
+    a[i] = add(_mm512_unpacklo_ps(first, second), _mm512_unpackhi_ps(first, second));
+  }
+  for (int i = 0; i < 4; i++) {
+    const __m512d first = _mm512_castps_pd(a[2 * i]), second = _mm512_castps_pd(a[2 * i + 1]);
+    b[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)), _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+  }  // b[i]: in each quarter what is there of the sums 4 * i to 4 * i + 3
+  const Vec low = add(_mm512_shuffle_f32x4(b[0], b[1], 0x88), _mm512_shuffle_f32x4(b[0], b[1], 0xdd));
+  const Vec high = add(_mm512_shuffle_f32x4(b[2], b[3], 0x88), _mm512_shuffle_f32x4(b[2], b[3], 0xdd));
+  return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
+
 // R rows times N x, groups [begin, end): `all` are the scaled sums so far.
 template <class F, int R, int N>
 inline INLINE void pairs_tile(const Matrix &a, const F &decode, int64_t row, const uint8_t *const (&x)[N], int64_t begin,
@@ -148,8 +164,12 @@ void pairs_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int6
       if constexpr (R > 1)
         for (; r < rows; r++) pairs_tile<F, 1, N>(a, decode, row + r, x, t, stop, ahead, all + r);
     }
-    for (int r = 0; r < rows; r++)
-      for (int n = 0; n < N; n++) y[n * stride + row + r - begin] = sum(all[r][n]);
+    for (int r = rows; r % 16; r++)
+      for (int n = 0; n < N; n++) all[r][n] = zero();
+    for (int r = 0; r < rows; r += 16) {
+      const __mmask16 some = rows - r < 16 ? __mmask16((1 << (rows - r)) - 1) : __mmask16(-1);
+      for (int n = 0; n < N; n++) _mm512_mask_storeu_ps(y + n * stride + row + r - begin, some, sums_across(all[r] + n, N));
+    }
   }
 }
 

@@ -5,7 +5,7 @@
 #include "gemm.h"
 
 #include "avx512_fixed.h"
-#include "bf16_pairs.h"
+#include "bf16_lanes.h"
 
 namespace oddrank {
 namespace {
@@ -18,9 +18,10 @@ void arrange_here(const Matrix &a, const float *x, int64_t m, int64_t stride, ui
 
 void multiply_here(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
                    int64_t stride) {
-  fixed(a)    ? fixed_multiply(a, x, m, begin, end, y, stride)
-  : paired(a) ? pairs_multiply(a, x, m, begin, end, y, stride)
-              : multiply(a, x, m, begin, end, y, stride);
+  fixed(a)         ? fixed_multiply(a, x, m, begin, end, y, stride)
+  : !paired(a)     ? multiply(a, x, m, begin, end, y, stride)
+  : m < LANES_FROM ? pairs_multiply(a, x, m, begin, end, y, stride)
+                   : lanes_multiply(a, x, m, begin, end, y, stride);
 }
 
 bool decoded_here(const Matrix &a) { return !fixed(a) && !paired(a); }
