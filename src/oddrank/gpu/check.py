@@ -9,6 +9,7 @@ from torch import Tensor
 
 from oddrank.gpu.matrix import described
 from oddrank.runtime.formats import Decoder
+from oddrank.runtime.formats.rows import RowsDecoder
 
 _OLDEST = (8, 0)
 """Compute capability from which on tensor cores take bf16."""
@@ -50,6 +51,8 @@ def agrees(decoder: Decoder, device: torch.device) -> bool:
     """Whether products with a small matrix of random words are the decoder's."""
     from oddrank.gpu.linear import GpuLinear
 
+    if isinstance(decoder, RowsDecoder):
+        decoder = RowsDecoder(decoder.group, _COLUMNS)  # what it is of knows its own columns
     stored = _sample(decoder, device)
     matrix = described(decoder, stored)
     if matrix is None:
@@ -73,6 +76,10 @@ def _sample(decoder: Decoder, device: torch.device) -> Mapping[str, Tensor]:
         shape = decoder.shape(part.suffix, _ROWS, _COLUMNS)
         if kind == "dense":
             tensor = torch.randn(shape, generator=draw).bfloat16()
+        elif kind == "int4" and place == 1:
+            scales = (torch.rand(shape[:-1], generator=draw) + 0.5).half().float().view(torch.int32)
+            zeros = torch.randint(0, 17, scales.shape, generator=draw, dtype=torch.int32)
+            tensor = (scales + zeros).view(torch.uint8).view(shape)
         elif kind == "mxfp4" and place == 1:
             tensor = torch.randint(120, 131, shape, generator=draw, dtype=torch.uint8)
         elif place == 0 or (kind == "nvfp4" and place == 1):

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from oddrank.runtime.formats import Decoder
+from oddrank.runtime.formats.rows import RowsDecoder, scales_of
 
-DENSE, E4M3, NVFP4, MXFP4 = range(4)
+DENSE, E4M3, NVFP4, MXFP4, INT4 = range(5)
 """As in kernels/words.py."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +28,8 @@ class Strides(NamedTuple):
 class GpuMatrix(NamedTuple):
     """A matrix [n, k], or a bank of them [experts, sections, n, k]. values, scales: words, as bytes or floats. factor:
     the scale of whole matrices; it divides where `divides`. Rows and scales of a row are so many entries apart.
-    block_n, block_k: what a scale covers of fp8 or MXFP4, 0 = all."""
+    block_n, block_k: what a scale covers of fp8, MXFP4 or int4, 0 = all. order: int64 [k], the column of x that a
+    column belongs to, where not its own."""
 
     form: int
     values: Tensor
@@ -41,6 +43,7 @@ class GpuMatrix(NamedTuple):
     block_n: int
     block_k: int
     divides: bool
+    order: Tensor | None = None
 
     def strides(self, tensor: Tensor) -> Strides:
         """Of a bank's tensor; zeros for a part that the format does not have."""
@@ -67,6 +70,8 @@ def described(decoder: Decoder, stored: Mapping[str, Tensor], leading: int = 0) 
         return GpuMatrix(DENSE, values, values, values, n, k, k, 0, 0, 0, 0, False) if taken else None
     if kind == "fp8":
         return _fp8(decoder, stored, leading)
+    if isinstance(decoder, RowsDecoder):
+        return _int4(decoder, stored)
     if kind in ("nvfp4", "mxfp4"):
         return _four_bits(decoder, stored, NVFP4 if kind == "nvfp4" else MXFP4)
     return None
@@ -111,4 +116,15 @@ def _four_bits(decoder: Decoder, stored: Mapping[str, Tensor], form: int) -> Gpu
     return GpuMatrix(
         form, values, scales, factor, n, 2 * width, width, scales.shape[-1], 1, 1, 0 if form == NVFP4 else group,
         divides,
+    )  # fmt: skip
+
+
+def _int4(decoder: RowsDecoder, stored: Mapping[str, Tensor]) -> GpuMatrix | None:
+    codes, words, order = stored[".codes"], stored[".scales"], stored.get(".order")
+    if bool(scales_of(words).isinf().any()):
+        return None
+    scales = words.view(torch.float32)[..., 0]
+    return GpuMatrix(
+        INT4, codes, scales, scales, codes.shape[-2], decoder.k, codes.shape[-1], scales.shape[-1], 1, 1, decoder.group,
+        False, None if order is None else order.long(),
     )  # fmt: skip

@@ -23,6 +23,8 @@ FORMS = [
     Case("nvfp4"),
     Case("nvfp4-ct"),
     Case("mxfp4"),
+    Case("int4-rows", (1, 32)),
+    Case("int4-rows", (1, 128)),
 ]
 Numbers = np.ndarray
 

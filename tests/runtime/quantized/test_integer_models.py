@@ -31,6 +31,7 @@ from oddrank.native import library
 from oddrank.planner import make_plan
 from oddrank.runtime.experts.layer import Experts
 from oddrank.runtime.formats import decoder
+from oddrank.runtime.layers.kernels import Rows
 from oddrank.runtime.layers.stored import PackedWeight, StoredFormat
 from oddrank.runtime.loader import prepare
 from oddrank.runtime.models import Llama
@@ -241,6 +242,19 @@ class Words:
 
     def read_rows_into(self, name: str, start: int, out: Any) -> None:
         out[...] = self.raw[name][start : start + len(out)]
+
+
+def test_a_gpu_is_given_rows_too() -> None:
+    """As Triton's kernels take them: packed in the machine's memory, then moved."""
+    pytest.importorskip("triton")
+    words, precision = Words("int4-awq-g128", 64, 256), Precision.of("bf16", "cuda")
+    weight = StoredFormat(words, precision, "cuda").linear([Rows("", 64)], 256)
+    assert isinstance(weight, PackedWeight) and weight._device == "cuda"
+    weight._device = "meta"
+    weight.load_own(words)
+    assert {s: (t.shape, t.device.type) for s, t in weight._stored().items()} == {
+        ".codes": ((64, 128), "meta"), ".scales": ((64, 2, 4), "meta"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ["int4-awq-g128", "int4-gptq-g128", "int4-gptq-scattered-g128"])

@@ -1,4 +1,5 @@
-"""int4 as the compiled kernels take it, whatever order it is stored in: rows of codes, a scale and its zero a word.
+"""int4 as the kernels take it, on a CPU and on a GPU, whatever order it is stored in: rows of codes, a scale and its
+zero a word.
 
 `.codes` uint8 [..., N, 4 * ceil(K / 8)]: two a byte, the low nibble first. `.scales` uint8 [..., N, ceil(K / g), 4]:
 the bytes of an fp32 scale whose lowest is the zero point, from 0 to 16, and no part of the number; g is 32, 64 or 128.
@@ -147,13 +148,23 @@ class Packing:
 def packing_of(
     stored: Decoder, k: int, dtype_of: Callable[[str], str], *, exact: bool, device: torch.device | str = "cpu"
 ) -> Packing | None:
-    """How the compiled kernels have a stored form packed; None where they do not take it, or are not there.
+    """How the kernels have a stored form packed; None where they do not take it, or where there are none for `device`.
 
     dtype_of: safetensors dtype of the stored tensor of a suffix. Scales wider than 16 bits are rounded by up to 2^-17,
     so only where products need not be exact.
     """
     if not isinstance(stored, IntegerDecoder) or stored.bits != 4 or stored.group % 32 or not k:
         return None
-    if torch.device(device).type != "cpu" or library() is None:
+    if not _kernels(torch.device(device).type):
         return None
     return None if exact and dtype_of(stored.format.stored[1].suffix) not in ("BF16", "F16") else Packing(stored, k)
+
+
+def _kernels(device: str) -> bool:
+    if device == "cpu":
+        return library() is not None
+    if device != "cuda":
+        return False
+    from oddrank.gpu import triton_works
+
+    return triton_works()
