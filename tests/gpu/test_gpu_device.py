@@ -30,7 +30,13 @@ LAST = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 TOKENS = torch.randint(0, 512, (24,), generator=torch.Generator().manual_seed(5)).tolist()
 RELEASES = [("qwen3_5", f) for f in ("bf16", "fp8-block", "nvfp4-ct", "mxfp4")]
 RELEASES += [("qwen3_5_moe", f) for f in ("bf16", "fp8-block", "nvfp4-ct", "mxfp4")]
-RELEASES += [("qwen3_5", "gptq"), ("qwen3_5_moe", "awq"), ("qwen3_5_moe", "int4-ct")]
+RELEASES += [
+    ("qwen3_5", "gptq"),
+    ("qwen2", "gptq-int8"),
+    ("llama", "int8"),
+    ("qwen3_5_moe", "awq"),
+    ("qwen3_5_moe", "int4-ct"),
+]
 
 
 def on_gpu(stored: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,9 @@ FORMS = [
     Case("mxfp4"),
     Case("int4-rows", (1, 32)),
     Case("int4-rows", (1, 128)),
+    Case("int8-rows", (1, 32)),
+    Case("int8-rows-symmetric", (1, 64)),
+    Case("int8-channel"),
 ]
 Numbers = np.ndarray
 

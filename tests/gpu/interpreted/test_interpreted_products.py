@@ -59,7 +59,15 @@ def test_every_form_and_type(case: Case) -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(
     "case",
-    [Case("fp8-block", (128, 128)), Case("fp8-channel"), Case("nvfp4-ct"), Case("mxfp4"), Case("int4-rows", (1, 64))],
+    [
+        Case("fp8-block", (128, 128)),
+        Case("fp8-channel"),
+        Case("nvfp4-ct"),
+        Case("mxfp4"),
+        Case("int4-rows", (1, 64)),
+        Case("int8-rows", (1, 64)),
+        Case("int8-channel"),
+    ],
     ids=str,
 )
 def test_sums_in_parts(case: Case, dtype: torch.dtype) -> None:
@@ -135,6 +143,7 @@ NAN = [
     (Case("nvfp4-ct"), ".weight_scale", 0xFF),
     (Case("mxfp4"), ".weight_scale", 0xFF),
     (Case("int4-rows", (1, 64)), ".scales", float("nan")),
+    (Case("int8-rows", (1, 64)), ".scales", float("nan")),
 ]
 
 
@@ -143,7 +152,7 @@ NAN = [
 def test_codes_of_nan_reach_their_rows_and_no_other(case: Case, suffix: str, value: float, dtype: torch.dtype) -> None:
     made = sample(case, 140, 272)
     part = made.stored[suffix]
-    packed = case.name.startswith("int4")
+    packed = "-rows" in case.name
     words = part.view(torch.float32 if packed else torch.uint8) if packed or isinstance(value, int) else part
     rows_of_one = 1 if len(part) == 140 else 128
     row = 3 if rows_of_one == 1 else 0
@@ -205,7 +214,8 @@ def test_what_is_left_to_torch() -> None:
     assert linear_for(made.decoder, {".weight": made.stored[".weight"][:0]}) is None
 
 
-CHECKED = [*(decoder(n) for n in ("dense", "fp8-block", "fp8-channel-1d", "nvfp4-ct", "mxfp4")), RowsDecoder(64, 4096)]
+CHECKED = [*(decoder(n) for n in ("dense", "fp8-block", "fp8-channel-1d", "nvfp4-ct", "mxfp4", "int8-channel"))]
+CHECKED += [RowsDecoder(64, 4096), RowsDecoder(64, 4096, 8), RowsDecoder(128, 4096, 8, False)]
 
 
 @pytest.mark.parametrize("form", CHECKED, ids=lambda form: form.name)

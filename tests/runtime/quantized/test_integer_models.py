@@ -149,7 +149,7 @@ def test_logits_of_transformers(family: str, fmt: str) -> None:
 
 
 def test_what_is_computed_by_the_compiled_kernels() -> None:
-    """All matrices of int4, routed experts too, and no second copy of one."""
+    """All packed matrices, routed experts too, and no second copy of one."""
     if library() is None:
         pytest.skip("the package was installed without a C++ compiler")
 
@@ -165,7 +165,8 @@ def test_what_is_computed_by_the_compiled_kernels() -> None:
             assert layer._kernel.native(banks.gate_up.tensors, banks.down.tensors) is not None
         return len(weights), len(layers)
 
-    for family, fmt in (("qwen2", "gptq"), ("qwen3_5_moe", "awq"), ("qwen3_5_moe", "int4-ct")):
+    packed = ("qwen2", "gptq"), ("qwen2", "gptq-int8"), ("llama", "int8-ct"), ("qwen3_5_moe", "awq")
+    for family, fmt in (*packed, ("qwen3_5_moe", "int4-ct")):
         source = checkpoint(family, fmt)
         for weights, layers in on_ranks(source, make_plan(source.path, 2).plan, count, "bf16"):
             assert weights > 3 and (layers > 0) == (family == "qwen3_5_moe")
@@ -257,18 +258,21 @@ def test_a_gpu_is_given_rows_too() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["int4-awq-g128", "int4-gptq-g128", "int4-gptq-scattered-g128"])
+@pytest.mark.parametrize(
+    "form",
+    ["int4-awq-g128", "int4-gptq-g128", "int4-gptq-scattered-g128", "int8-gptq-g128", "int8-gptq-scattered-g128"],
+)
 def test_a_matrix_is_packed_in_pieces(form: str) -> None:
     """Beside what is held of 17 MB nothing larger than two is made; whatever the pieces, they become the same."""
     if library() is None:
         pytest.skip("the package was installed without a C++ compiler")
-    n, k = 8192, 4096
+    n, k, bits = 8192, 4096, int(form[3])
     words, precision = Words(form, n, k), Precision.of("bf16")
     weight = StoredFormat(words, precision).table("", n, k)
     with Allocations() as seen:
         weight.load_own(words)
     held = sorted(t.nbytes for t in weight._stored().values() if t.nbytes >= 1 << 20)
-    assert held == [n * k // 128 * 4, n * k // 2] and sorted(seen.made)[-2:] == held
+    assert held == [n * k // 128 * bits, n * k * bits // 8] and sorted(seen.made)[-2:] == held
     assert sorted(seen.made)[-3] <= 2 << 20
     kinds = {2: np.float16, 4: np.int32}
     stored = {suffix: torch.from_numpy(raw.view(kinds[raw.itemsize])) for suffix, raw in words.raw.items()}

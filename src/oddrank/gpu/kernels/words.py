@@ -8,7 +8,8 @@ A tile holds numbers that bf16 and fp16 represent exactly, so nothing is rounded
   and the end gives 2^8 back together with the scale of the whole tensor.
 - MXFP4: e2m1 times a power of two is exact in bf16 and fp32 over the whole range of e8m0. fp16's range is too short, so
   there the powers multiply the sums after every block of 32 columns.
-- int4: a code less its zero point is an integer of five bits. Scales, floats, multiply the sums after every group.
+- Integers: a code less its zero point is an integer of five bits, or of nine. Scales, floats, multiply the sums: after
+  every group, or at the end.
 
 Codes are turned into numbers by moving their bits to where fp32 has them and multiplying by the power of two by which
 the biases of the exponents differ. This needs subnormal fp32 numbers, which the GPUs compute with at full speed.
@@ -22,6 +23,8 @@ E4M3 = tl.constexpr(1)
 NVFP4 = tl.constexpr(2)
 MXFP4 = tl.constexpr(3)
 INT4 = tl.constexpr(4)
+INT8 = tl.constexpr(5)
+INT8_ZEROS = tl.constexpr(6)
 
 
 @triton.jit
@@ -85,11 +88,17 @@ def tile(
     values, scales: pointers to a matrix's words. row_starts, scale_starts: see `begins`. by_block: whether scales are
     left to `of_sums`.
     """
-    if form == DENSE or form == E4M3:  # noqa: SIM109 (Triton has no `in`)
+    if form == DENSE or form == E4M3 or form == INT8 or form == INT8_ZEROS:  # noqa: SIM109 (Triton has no `in`)
         columns = k0 + tl.arange(0, width)
         real = rows_real[:, None] & (columns < k)[None, :]
         words = tl.load(values + row_starts[:, None] + columns[None, :], mask=real, other=0)
-        return words.to(compute) if form == DENSE else e4m3(words, native).to(compute)
+        if form == E4M3:
+            return e4m3(words, native).to(compute)
+        if form == INT8_ZEROS:
+            at = scale_starts + (k0 // block_k) * scale_column + 1
+            zeros = tl.load(scales + at, mask=rows_real, other=0).to(tl.int32, bitcast=True) << 16 >> 16
+            return (words.to(tl.int32) - zeros[:, None]).to(compute)
+        return words.to(compute)
     else:
         columns = k0 // 2 + tl.arange(0, width // 2)
         real = rows_real[:, None] & (2 * columns < k)[None, :]
@@ -152,7 +161,7 @@ def scaled(
     sums, scales, scale_starts, factor, rows_real, form: tl.constexpr, block_k: tl.constexpr, divides: tl.constexpr
 ):
     """The sums of all columns, [rows, m], times what scales whole rows or the matrix."""
-    if form == E4M3 and block_k == 0:
+    if (form == E4M3 or form == INT8) and block_k == 0:  # noqa: SIM109
         return sums * tl.load(scales + scale_starts, mask=rows_real, other=0).to(tl.float32)[:, None]
     if form == NVFP4:
         whole = tl.load(factor).to(tl.float32)
