@@ -34,9 +34,10 @@ ROTATED = 256 << 20
 ROUNDS = 9
 BATCH = 8
 FORMATS = {"bf16": "dense", "fp8 block": "fp8-block", "NVFP4": "nvfp4", "MXFP4": "mxfp4", "int4": "int4-rows"}
-FORMATS |= {"int8": "int8-channel", "int8, groups of 128": "int8-rows"}
+FORMATS |= {"int8": "int8-channel", "int8, groups of 128": "int8-rows", "MXFP8": "mxfp8"}
 SHARE, EXPERTS_SHARE, BATCH_GAIN = 0.7, 0.6, 4.0
 AGAINST_BF16 = {"fp8 block": 1.7, "NVFP4": 3.0, "MXFP4": 3.0, "int4": 3.0, "int8": 1.7, "int8, groups of 128": 1.7}
+AGAINST_BF16["MXFP8"] = 1.7
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH = 256, 8, 2048, 512
 """The geometry of the 35B-A3B's layers."""
@@ -61,10 +62,11 @@ def stored(form: Decoder, n: int, k: int, leading: tuple[int, ...] = ()) -> dict
         if kind == "dense":
             found[part.suffix] = torch.randn(shape).mul_(0.02).bfloat16()
         elif place == 0:
-            words = torch.randint(0, 127 if kind == "fp8" else 256, shape, dtype=torch.uint8)
-            carried = {"fp8": torch.float8_e4m3fn, "int8": torch.int8 if part.dtypes == ("I8",) else torch.uint8}
-            found[part.suffix] = words.view(carried.get(kind, torch.uint8))
-        elif kind == "mxfp4":
+            e4m3 = kind in ("fp8", "mxfp8")
+            words = torch.randint(0, 127 if e4m3 else 256, shape, dtype=torch.uint8)
+            signed = torch.int8 if part.dtypes == ("I8",) else torch.uint8
+            found[part.suffix] = words.view(torch.float8_e4m3fn if e4m3 else signed)
+        elif kind in ("mxfp4", "mxfp8"):
             found[part.suffix] = torch.randint(118, 122, shape, dtype=torch.uint8)
         elif kind == "nvfp4" and place == 1:
             found[part.suffix] = torch.randint(40, 80, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)

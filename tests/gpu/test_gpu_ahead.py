@@ -23,8 +23,8 @@ SMALLEST, A100 = 99 << 10, 163 << 10
 FP8, FP8_ROWS = Case("fp8-block", (128, 128)), Case("fp8-channel")
 NVFP4, MXFP4, DENSE = Case("nvfp4-ct"), Case("mxfp4"), Case("dense", dtype=torch.bfloat16)
 INT4, INT4_SHORT = Case("int4-rows", (1, 128)), Case("int4-rows", (1, 32))
-INT8, INT8_ROWS = Case("int8-rows", (1, 128)), Case("int8-channel")
-EVERY = [FP8, FP8_ROWS, Case("fp8-tensor"), NVFP4, Case("nvfp4"), MXFP4, INT4, INT4_SHORT, INT8, INT8_ROWS]
+INT8, INT8_ROWS, MXFP8 = Case("int8-rows", (1, 128)), Case("int8-channel"), Case("mxfp8")
+EVERY = [FP8, FP8_ROWS, Case("fp8-tensor"), NVFP4, Case("nvfp4"), MXFP4, INT4, INT4_SHORT, INT8, INT8_ROWS, MXFP8]
 
 
 class AbsentDriver:
@@ -120,6 +120,7 @@ FEW = [
     (INT4, torch.bfloat16, 100),
     (INT8, torch.bfloat16, 1),
     (INT8_ROWS, torch.bfloat16, 1),
+    (MXFP8, torch.bfloat16, 1),
 ]
 
 

@@ -34,6 +34,7 @@ RELEASES += [
     ("qwen3_5", "gptq"),
     ("qwen2", "gptq-int8"),
     ("llama", "int8"),
+    ("qwen3", "mxfp8"),
     ("qwen3_5_moe", "awq"),
     ("qwen3_5_moe", "int4-ct"),
 ]

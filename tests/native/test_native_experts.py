@@ -21,6 +21,7 @@ FORMATS = [
     Case("int4-rows", (1, 128)),
     Case("int8-rows", (1, 64)),
     Case("int8-channel"),
+    Case("mxfp8"),
 ]
 Numbers = np.ndarray
 

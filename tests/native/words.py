@@ -48,6 +48,7 @@ CASES = [
     Case("nvfp4-ct"),
     Case("mxfp4"),
     Case("mxfp4-ct"),
+    Case("mxfp8"),
     Case("int4-rows", (1, 32)),
     Case("int4-rows", (1, 64), torch.float16),
     Case("int4-rows", (1, 128), torch.bfloat16),
@@ -88,8 +89,14 @@ def sample(case: Case, n: int, k: int, seed: int = 0) -> Sample:
         scales = torch.from_numpy(draw.uniform(-2, 2, shapes[1])).to(case.dtype)
         numbers = codes.view(np.int8).astype(np.float64) * scales.double().numpy()
         return Sample(form, {suffixes[0]: torch.from_numpy(codes).view(torch.int8), suffixes[1]: scales}, numbers)
-    if kind == "fp8":
+    if kind in ("fp8", "mxfp8"):
         codes[codes & 127 == 127] = 3  # subnormal; others are among the rest
+    if kind == "mxfp8":
+        scales = draw.integers(120, 130, shapes[1], np.uint8)
+        stored = {suffixes[0]: torch.from_numpy(codes).view(torch.float8_e4m3fn), suffixes[1]: torch.from_numpy(scales)}
+        numbers = E4M3[codes].astype(np.float64) * np.repeat(exponents(scales), 32, 1)[:, :k]
+        return Sample(form, stored, numbers)
+    if kind == "fp8":
         scales = torch.from_numpy(draw.uniform(-2, 2, shapes[1])).to(case.dtype)
         spread = scales.double().numpy()
         rows, columns = form.blocks[suffixes[1]]

@@ -84,10 +84,10 @@ def _sample(decoder: Decoder, device: torch.device) -> Mapping[str, Tensor]:
             elif decoder.points:
                 words[..., 1] = zeros
             tensor = words.view(torch.uint8)
-        elif kind == "mxfp4" and place == 1:
+        elif kind in ("mxfp4", "mxfp8") and place == 1:
             tensor = torch.randint(120, 131, shape, generator=draw, dtype=torch.uint8)
         elif place == 0 or (kind == "nvfp4" and place == 1):
-            fp8 = kind == "fp8" or place == 1
+            fp8 = kind in ("fp8", "mxfp8") or place == 1
             tensor = torch.randint(0, 127 if fp8 else 256, shape, generator=draw, dtype=torch.uint8)
             tensor = tensor.view(torch.float8_e4m3fn if fp8 else torch.int8 if part.dtypes == ("I8",) else torch.uint8)
         else:

@@ -28,8 +28,8 @@ class Strides(NamedTuple):
 class GpuMatrix(NamedTuple):
     """A matrix [n, k], or a bank of them [experts, sections, n, k]. values, scales: words, as bytes or floats. factor:
     the scale of whole matrices; it divides where `divides`. Rows and scales of a row are so many entries apart.
-    block_n, block_k: what a scale covers of fp8, MXFP4 or integers, 0 = all. order: int64 [k], the column of x that a
-    column belongs to, where not its own."""
+    block_n, block_k: what a scale covers of fp8, MXFP4, MXFP8 or integers, 0 = all. order: int64 [k], the column of x
+    that a column belongs to, where not its own."""
 
     form: int
     values: Tensor
@@ -74,6 +74,8 @@ def described(decoder: Decoder, stored: Mapping[str, Tensor], leading: int = 0) 
         return _eight_bits(decoder, stored, leading, INT8)
     if kind == "fp8":
         return _eight_bits(decoder, stored, leading, E4M3)
+    if kind == "mxfp8":
+        return _mxfp8(decoder, stored)
     if kind in ("nvfp4", "mxfp4"):
         return _four_bits(decoder, stored, NVFP4 if kind == "nvfp4" else MXFP4)
     return None
@@ -100,6 +102,15 @@ def _eight_bits(decoder: Decoder, stored: Mapping[str, Tensor], leading: int, fo
     return GpuMatrix(
         form, words, scales, scales, n, k, k, row if rows else 0, column if columns else 0, rows, columns, False
     )
+
+
+def _mxfp8(decoder: Decoder, stored: Mapping[str, Tensor]) -> GpuMatrix | None:
+    values, exponents = (s.suffix for s in decoder.format.stored[:2])
+    if decoder.blocks[exponents] != (1, 32):
+        return None
+    words, scales = stored[values].view(torch.uint8), stored[exponents]
+    n, k = words.shape[-2:]
+    return GpuMatrix(E4M3, words, scales, scales, n, k, k, scales.shape[-1], 1, 1, 32, False)
 
 
 def _four_bits(decoder: Decoder, stored: Mapping[str, Tensor], form: int) -> GpuMatrix | None:

@@ -8,7 +8,7 @@ namespace oddrank {
 // A stored matrix [n, k]. Python fills it through ctypes: keep native/compiled.py alike.
 struct Matrix {
   const uint8_t *values;  // row-major, as stored
-  const uint8_t *scales;  // fp8: fp32; nvfp4: e4m3 a byte; mxfp4: exponents + 127, a byte; integers: below; else unused
+  const uint8_t *scales;  // fp8: fp32; nvfp4: e4m3 a byte; mxfp4, mxfp8: exponents + 127, a byte; integers: below; else unused
   int64_t n, k;
   int64_t row_bytes;           // from a row of values to the next
   int64_t scale_row;           // scales in a row of them; integers: bytes
@@ -25,7 +25,7 @@ struct Matrix {
 // (byte - zero) * scale, a word after each scale: the zero, -128 to 128, in its low half and 128 times it in the other.
 // Scales are at most 2^40.
 enum Format : int32_t {
-  BF16 = 0, F16 = 1, E4M3 = 2, NVFP4 = 3, MXFP4 = 4, INT4 = 5, INT8 = 6, INT8_ZEROS = 7, FORMATS = 8
+  BF16 = 0, F16 = 1, E4M3 = 2, NVFP4 = 3, MXFP4 = 4, INT4 = 5, INT8 = 6, INT8_ZEROS = 7, MXFP8 = 8, FORMATS = 9
 };
 
 struct Gemm;  // products with many x, see gemm_abi.h

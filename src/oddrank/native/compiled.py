@@ -15,7 +15,7 @@ _FILE = Path(__file__).with_name("_kernels.so")
 CHOICE = "ODDRANK_KERNELS"
 """Environment variable: "torch" for no kernels of ours, or the name of a level (see `Library.levels`)."""
 
-FORMATS = ("bf16", "f16", "e4m3", "nvfp4", "mxfp4", "int4", "int8", "int8 with zeros")
+FORMATS = ("bf16", "f16", "e4m3", "nvfp4", "mxfp4", "int4", "int8", "int8 with zeros", "mxfp8")
 """In the order of abi.h."""
 
 _SAMPLES = {
@@ -27,6 +27,7 @@ _SAMPLES = {
     "int4": (4, 32, 36),
     "int8": (8, 32, 36),
     "int8 with zeros": (8, 32, 72),
+    "mxfp8": (8, 32, 9),
 }
 """Of a small matrix of 288 columns: bits of a value, columns of a scale, `scale_row`."""
 
@@ -155,7 +156,7 @@ class Library:
             words = words & ~np.uint32(255) | draw.integers(0, 17, n * k, np.uint32)
         elif form == FORMATS.index("int8 with zeros"):
             words[1::2] = draw.integers(0, 129, n * k // 2, np.uint32) * 0x800001
-        scales = words if "fp4" not in FORMATS[form] else np.full(n * k, 0x7E, np.uint8)
+        scales = np.full(n * k, 0x7E, np.uint8) if FORMATS[form].startswith(("nv", "mx")) else words
         x = draw.uniform(-1, 1, (m, k)).astype(np.float32)
         matrix = Matrix(
             values.ctypes.data, scales.ctypes.data, n, k, bits * k // 8, scale_row, 1, block, 0.01, form, exact

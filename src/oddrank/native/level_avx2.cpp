@@ -210,6 +210,7 @@ struct Mxfp4 : E2m1 {
 }  // namespace oddrank
 
 #include "int8.h"
+#include "mxfp8.h"
 #include "kernels.h"
 #include "gemm.h"
 

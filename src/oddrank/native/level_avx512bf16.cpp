@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include "avx512_decoders.h"
 #include "int8.h"
+#include "mxfp8.h"
 #include "kernels.h"
 #include "gemm.h"
 

@@ -48,7 +48,7 @@ class NativeMatrix:
 
     Of an exact one products are rounded in fp32 only. Else kernels may round x first, by no more than 2^-16 of the
     largest |x| of 512 columns (4-bit formats and integers), which is finer than bf16, or to bf16 where the CPU
-    multiplies that (level avx512bf16; bf16 and e4m3).
+    multiplies that (level avx512bf16; bf16, e4m3 and MXFP8).
     """
 
     def __init__(self, found: Library, matrix: Matrix, tensors: list[Tensor]) -> None:
@@ -245,4 +245,11 @@ def _mxfp4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
     return _matrix("mxfp4", values, stored[exponents], 2 * values.shape[1]), [stored[exponents]]
 
 
-_KINDS = {"dense": _dense, "fp8": _fp8, "nvfp4": _nvfp4, "mxfp4": _mxfp4, "int4": _rows, "int8": _int8}
+def _mxfp8(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
+    values, exponents = (s.suffix for s in decoder.format.stored[:2])
+    if decoder.blocks[exponents] != (1, 32):
+        return None
+    return _matrix("mxfp8", stored[values], stored[exponents], stored[values].shape[1]), [stored[exponents]]
+
+
+_KINDS = {"dense": _dense, "fp8": _fp8, "nvfp4": _nvfp4, "mxfp4": _mxfp4, "mxfp8": _mxfp8, "int4": _rows, "int8": _int8}

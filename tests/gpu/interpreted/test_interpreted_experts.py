@@ -28,6 +28,7 @@ FORMS = [
     Case("int8-rows", (1, 32)),
     Case("int8-rows-symmetric", (1, 64)),
     Case("int8-channel"),
+    Case("mxfp8"),
 ]
 Numbers = np.ndarray
 

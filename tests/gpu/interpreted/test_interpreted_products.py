@@ -39,7 +39,7 @@ def error(got: Tensor, x: Tensor, numbers: np.ndarray, bias: np.ndarray | float 
 
 
 def sizes(case: Case) -> list[tuple[int, int]]:
-    return [(70, 288), (9, 130), (1, 1)] if case.name[:3] in ("den", "fp8", "int") else [(70, 288), (9, 136), (1, 2)]
+    return [(70, 288), (9, 130), (1, 1)] if "fp4" not in case.name else [(70, 288), (9, 136), (1, 2)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -67,6 +67,7 @@ def test_every_form_and_type(case: Case) -> None:
         Case("int4-rows", (1, 64)),
         Case("int8-rows", (1, 64)),
         Case("int8-channel"),
+        Case("mxfp8"),
     ],
     ids=str,
 )
@@ -142,6 +143,8 @@ NAN = [
     (Case("nvfp4"), ".weight_scale", 0x7F),
     (Case("nvfp4-ct"), ".weight_scale", 0xFF),
     (Case("mxfp4"), ".weight_scale", 0xFF),
+    (Case("mxfp8"), ".weight", 0xFF),
+    (Case("mxfp8"), ".weight_scale", 0xFF),
     (Case("int4-rows", (1, 64)), ".scales", float("nan")),
     (Case("int8-rows", (1, 64)), ".scales", float("nan")),
 ]
@@ -164,14 +167,18 @@ def test_codes_of_nan_reach_their_rows_and_no_other(case: Case, suffix: str, val
         assert torch.equal(got.isnan(), hit.expand(m, 140))
 
 
+ONES = {
+    "mxfp4": torch.full((2, 64), 0x22, dtype=torch.uint8),
+    "mxfp8": torch.full((2, 128), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_powers_at_the_ends(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ONES)
+def test_powers_at_the_ends(name: str, dtype: torch.dtype) -> None:
     """Codes 0 (2^-127, subnormal in fp32 and bf16) and 254 of e8m0 are numbers."""
-    stored = {
-        ".weight": torch.full((2, 64), 0x22, dtype=torch.uint8),  # ones
-        ".weight_scale": torch.tensor([[0, 0, 0, 0], [254, 254, 254, 254]], dtype=torch.uint8),
-    }
-    linear = linear_for(Case("mxfp4").decoder(), stored)
+    scales = torch.tensor([[0, 0, 0, 0], [254, 254, 254, 254]], dtype=torch.uint8)
+    linear = linear_for(Case(name).decoder(), {".weight": ONES[name], ".weight_scale": scales})
     assert linear is not None
     for m in (1, 20):
         got = linear(torch.full((m, 128), 1.0, dtype=dtype))
@@ -214,7 +221,9 @@ def test_what_is_left_to_torch() -> None:
     assert linear_for(made.decoder, {".weight": made.stored[".weight"][:0]}) is None
 
 
-CHECKED = [*(decoder(n) for n in ("dense", "fp8-block", "fp8-channel-1d", "nvfp4-ct", "mxfp4", "int8-channel"))]
+CHECKED = [
+    *(decoder(n) for n in ("dense", "fp8-block", "fp8-channel-1d", "nvfp4-ct", "mxfp4", "mxfp8", "int8-channel"))
+]
 CHECKED += [RowsDecoder(64, 4096), RowsDecoder(64, 4096, 8), RowsDecoder(128, 4096, 8, False)]
 
 

@@ -1,4 +1,4 @@
-"""Releases of packed integers in the runtime, against transformers on the same weights decoded by numpy."""
+"""Releases of integers and of MXFP8 in the runtime, against transformers on the same weights decoded by numpy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from oddrank.transform.slice import StoredMatrix
 CASES = [
     ("llama", "int4-ct"), ("llama", "int4-ct-asym"), ("llama", "int8"), ("llama", "int8-ct"), ("mistral", "awq"),
     ("qwen2", "gptq"), ("qwen2", "gptq-int8"), ("qwen3", "auto-round"), ("qwen3", "auto-round-awq"),
-    ("qwen3_5", "gptq"), ("qwen3_5_moe", "awq"), ("qwen3_5_moe", "int4-ct"),
+    ("qwen3_5", "gptq"), ("qwen3_5_moe", "awq"), ("qwen3_5_moe", "int4-ct"), ("qwen3", "mxfp8"),
 ]  # fmt: skip
 TOKENS = np.random.default_rng(5).integers(0, 512, 14).tolist()
 _HOME = TemporaryDirectory(prefix="oddrank-ordered-")
@@ -83,7 +83,8 @@ def decoded(source: Checkpoint, fmt: str) -> Weights:
     def read(parts: Parts) -> F64:
         if "" in parts:
             return numbers(parts[""])
-        return decode(parts, (1, 0)) if fmt == "int8" else form.decode(parts)
+        block = {"int8": (1, 0), "mxfp8": (1, 32)}.get(fmt)
+        return decode(parts, block) if block else form.decode(parts)
 
     return {name: read(parts) for name, parts in stored.items()}
 

@@ -2,8 +2,8 @@
 
 A tile holds numbers that bf16 and fp16 represent exactly, so nothing is rounded before the products are summed in fp32:
 
-- e4m3 values are exact in both. Their scales, floats, multiply the sums: after every block of columns, or at the end
-  where a scale covers a whole row.
+- e4m3 values are exact in both. Their scales, floats or (MXFP8) powers of two, multiply the sums: after every block of
+  columns, or at the end where a scale covers a whole row.
 - NVFP4: e2m1 times its e4m3 scale has at most six significant bits. The tile holds 2^-8 of it, which fp16 can hold,
   and the end gives 2^8 back together with the scale of the whole tensor.
 - MXFP4: e2m1 times a power of two is exact in bf16 and fp32 over the whole range of e8m0. fp16's range is too short, so
@@ -128,7 +128,7 @@ def of_sums(scales, scale_starts, scale_column, rows_real, k0, form: tl.constexp
     words = tl.load(scales + scale_starts + (k0 // block_k) * scale_column, mask=rows_real, other=0)
     if form == INT4:
         return (words.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
-    return e8m0(words) if form == MXFP4 else words.to(tl.float32)
+    return e8m0(words) if words.dtype == tl.uint8 else words.to(tl.float32)
 
 
 @triton.jit
