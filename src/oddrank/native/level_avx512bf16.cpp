@@ -1,6 +1,8 @@
 // AVX-512 with products of bf16 pairs (BF16), of integers (VNNI) and look-ups of 128 bytes (VBMI).
 #if defined(__x86_64__)
 #include "avx512_decoders.h"
+#include "int8.h"
+#include "mxfp8.h"
 #include "kernels.h"
 #include "gemm.h"
 
