@@ -62,7 +62,7 @@ class Geometry(NamedTuple):
 
 def kinds_of(t: ConfigView) -> list[str]:
     """The kind of every layer; the last is always one over everything."""
-    count = t.require_int("num_hidden_layers")
+    count = t.count("num_hidden_layers")
     kinds = [str(k) for k in t.get_list("layer_types")] or [FULL if i % 6 == 5 else SLIDING for i in range(count)]
     if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
         raise t.error("layer_types", f"{count} of {SLIDING} and {FULL}", kinds)
@@ -157,7 +157,7 @@ def mixture(t: ConfigView, layer: str, index: Index) -> list[Part]:
 
 def build(c: ConfigView, prefix: str) -> Model:
     t = c.text()
-    hidden, count = t.require_int("hidden_size"), t.require_int("num_hidden_layers")
+    hidden, count = t.require_int("hidden_size"), t.count("num_hidden_layers")
     layer, every = f"{prefix}layers.{{layer}}", layers(range(count))
     heads, keys = geometries(t)
     shared = t.get_int("num_kv_shared_layers", 0, low=0)
