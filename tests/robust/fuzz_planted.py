@@ -53,9 +53,9 @@ def leak() -> None:
 
 
 def unproven() -> None:
-    """The last check of the proof is forgotten."""
-    real = proof.CHECKS
-    proof.CHECKS = real[:-1]
+    """The proof says yes to everything."""
+    yes = tuple(proof.Check(str(number), True, "") for number in range(7))
+    proof.prove = lambda _plan, _census: yes
 
 
 PLANTED: dict[str, Callable[[], None]] = {f.__name__: f for f in (anywhere, another_exception, hang, leak, unproven)}

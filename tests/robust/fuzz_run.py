@@ -94,8 +94,9 @@ class Watch:
 class Fuzz:
     """The cases of one seed. stats: what became of them."""
 
-    def __init__(self, seed: int, scratch: Path) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, scratch: Path, patience: tuple[float, float]) -> None:
+        self.seed, self.patience = seed, patience
+        self.told: list[list[str]] = []
         self.models = originals(scratch / "originals")
         self.outside = {m.name: scratch / "originals" / m.name for m in self.models}
         self.root = scratch / "case"
@@ -136,7 +137,7 @@ class Fuzz:
         allowed = self.root / "models--a--b" if model.hub else folder
         start = time.process_time()
         try:
-            with self.watch.only(allowed, self.root / "out", *CODE), _limits():
+            with self.watch.only(allowed, self.root / "out", *CODE), _limits(*self.patience):
                 self.stats[self._outcome(rng, folder, done)] += 1
             if self.watch.outside:
                 raise AssertionError(f"outside the model directory: {', '.join(self.watch.outside[:3])}")
@@ -150,6 +151,7 @@ class Fuzz:
                     "trace": traceback.format_exc()[-2500:],
                 }
             )
+        self.told.append(done)
         spent = time.process_time() - start
         self.times.append(spent)
         if spent > self.slowest[0]:
@@ -161,7 +163,7 @@ class Fuzz:
         try:
             if rng.random() < 0.15:
                 arguments = rng.choice(self._commands(folder, tp, executor, self.root / "out" / "page.html"))
-                done.append(" ".join(arguments[:1] + arguments[2:]))
+                done.append(" ".join(a for a in arguments if "/" not in a))
                 self._command(arguments)
                 return "commands"
             options: dict[str, Any] = {}
@@ -229,10 +231,10 @@ def _one_paragraph(said: str) -> None:
 
 
 @contextlib.contextmanager
-def _limits() -> Iterator[None]:
+def _limits(cpu: float, wall: float) -> Iterator[None]:
     faulthandler.dump_traceback_later(2 * WALL_LIMIT, exit=True)  # where Python itself does not get to a signal
-    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT)
-    signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT)
+    signal.setitimer(signal.ITIMER_PROF, cpu)
+    signal.setitimer(signal.ITIMER_REAL, wall)
     try:
         yield
     finally:
@@ -256,11 +258,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=8)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--plant")
+    parser.add_argument("--plant", help="a fault of fuzz_planted.py")
+    parser.add_argument("--enough", type=int, help="this many failures, and wait only a second for a case")
+    parser.add_argument("--tell", action="store_true", help="what was done in every case")
     given = parser.parse_args()
+    patience = (2.0, 1.0) if given.enough else (CPU_LIMIT, WALL_LIMIT)
     with tempfile.TemporaryDirectory(prefix="oddrank-fuzz-") as scratch:
         os.chdir(scratch)
-        fuzz = Fuzz(given.seed, Path(os.path.realpath(scratch)))
+        fuzz = Fuzz(given.seed, Path(os.path.realpath(scratch)), patience)
         fuzz.warm()
         if given.plant:
             from fuzz_planted import PLANTED
@@ -272,6 +277,8 @@ def main() -> None:
             if (number - given.first) % max(1, given.count // 20) == 0:
                 held.append(resident())
             fuzz.case(number)
+            if len(fuzz.failures) == given.enough:
+                break
         held.append(resident())
     times = sorted(fuzz.times)
     print(
@@ -287,6 +294,7 @@ def main() -> None:
                 "resident_mib": [round(h / 2**20, 1) for h in held],
                 "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
                 "failures": fuzz.failures,
+                **({"told": fuzz.told} if given.tell else {}),
             }
         )
     )
