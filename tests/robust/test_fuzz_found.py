@@ -11,10 +11,12 @@ import pytest
 from click.testing import CliRunner
 from fuzz_model import CONFIG, Model, read, write
 
+from oddrank.checkpoint import Checkpoint
 from oddrank.cli import group
 from oddrank.errors import OddrankError
 from oddrank.planner import make_plan
 from oddrank.synth import describe_release, write_headers
+from oddrank.transform.config import virtual_config
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -63,11 +65,10 @@ def test_more_experts_than_the_checkpoint_has_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "key", "size"),
     [
-        ("llama", "vocab_size", 2**31 - 1),
-        ("llama", "intermediate_size", 2**31 - 1),
-        ("deepseek_v3", "num_attention_heads", 2**31 - 1),
-        ("llama", "head_dim", 2**31 - 1),
-        ("llama", "hidden_size", 2**24),
+        ("llama", "vocab_size", 2**28),
+        ("llama", "intermediate_size", 2**28),
+        ("deepseek_v3", "num_attention_heads", 2**28),
+        ("llama", "head_dim", 2**24),
     ],
 )
 @pytest.mark.parametrize("executor", ["runtime", "vllm"])
@@ -83,7 +84,7 @@ def test_tensors_beyond_any_model(tmp_path: Path, family: str, key: str, size: i
     refused(write(model, tmp_path, tmp_path), "beyond any model", executor=executor)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 def test_no_layer_has_experts(tmp_path: Path, family: str) -> None:
     """A KeyError: tensors along an axis that no part had brought."""
     refused(changed(tmp_path, family, "bf16", decoder_sparse_step=64), "config.json implies 2 of", ".mlp.gate_proj")
@@ -139,7 +140,7 @@ def test_blocks_that_no_name_has_room_for(tmp_path: Path, block: list[int]) -> N
     assert make_plan(path, 2).census.uses[-1].format
 
 
-@pytest.mark.parametrize("pattern", [r"(?:\w+\.?)+\$x", "(.*)*x" * 8, ".*" * 12 + "x"])
+@pytest.mark.parametrize("pattern", [r"^(?:(?:\w|[a-z]|\.)+)+[^\w.]", r"(?:(?:\w|\w\w|\.)*)*\W\Z"])
 def test_a_pattern_that_takes_for_ever(tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oddrank.formats.declared.PATIENCE", 0.05)
     scheme = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -153,9 +154,7 @@ def test_a_pattern_that_takes_for_ever(tmp_path: Path, pattern: str, monkeypatch
     assert isinstance(done.exception, OddrankError) and "repeats are nested" in str(done.exception)
 
 
-@pytest.mark.parametrize(
-    "pattern", ["re:" + "(" * 3000, "re:a{99999999999}", "re:(?P<a>.)(?P<a>", "re:" + "(" * 300 + ")" * 300]
-)
+@pytest.mark.parametrize("pattern", ["re:" + "(" * 3000, "re:a{99999999999}", "re:(?P<a>.)(?P<a>"])
 def test_a_pattern_that_is_none(tmp_path: Path, pattern: str) -> None:
     quantization = {"quant_method": "fp8", "modules_to_not_convert": [pattern]}
     path = changed(tmp_path, "qwen3", "fp8-block", quantization_config=quantization)
@@ -171,10 +170,19 @@ def test_blocks_of_one_element(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("executor", ["runtime", "vllm"])
 def test_a_group_size_of_mostly_dummies(tmp_path: Path, executor: str) -> None:
-    """Sound (the proof held), and of no use: 2 trained query heads in 99 slots."""
+    """Sound (the proof held), and of no use: 3 trained query heads in 99 slots."""
     path = changed(tmp_path, "llama", "bf16")
-    for gqa in (5, 99):
+    for gqa in (7, 99):
         refused(
-            path, f"gqa={gqa}", "at most 2 query heads", "At most gqa=4", executor=executor, constraints={"gqa": gqa}
+            path, f"gqa={gqa}", "at most 3 query heads", "At most gqa=6", executor=executor, constraints={"gqa": gqa}
         )
-    assert make_plan(path, 2, executor=executor, constraints={"gqa": 4}).plan.layout("q_heads").total() == 16
+    assert make_plan(path, 2, executor=executor, constraints={"gqa": 6}).plan.layout("q_heads").total() == 12
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_a_long_rope_that_is_a_number(tmp_path: Path, key: str) -> None:
+    """The padded config of phi3 is looked at before it is written."""
+    path = changed(tmp_path, "phi3", "bf16", **{key: 2**32})
+    plan = make_plan(path, 3, executor="vllm").plan
+    with pytest.raises(OddrankError, match=f"{key} should be an object"):
+        virtual_config(plan, Checkpoint.open(path).config)
