@@ -46,8 +46,8 @@ def leak() -> None:
     real = directory.read_file
 
     def read(path: Path, *limit: int) -> bytes:
-        kept.append(bytes(1 << 18) + real(path, *limit))
-        return kept[-1][1 << 18 :]
+        kept.append(bytes(1 << 20) + real(path, *limit))
+        return kept[-1][1 << 20 :]
 
     directory.read_file = read
 
