@@ -130,11 +130,11 @@ class Runs:
                 break
         self.again()
 
-    def failing(self, number: int, code: int, short: bool) -> bool:
-        """The call `number` of CALLS fails with `code`, and every later one of its kind; short: a write takes half of
-        its bytes before. False where there are fewer calls."""
+    def failing(self, number: int, code: int, short: bool = False, once: bool = False) -> bool:
+        """The call `number` of CALLS fails with `code`, and unless `once` every later one of its kind; short: a write
+        takes half of its bytes before. False where there are fewer calls."""
         self.fresh()
-        process = start(self.model, self.out, self.said, lambda: fail_at(number, code, short))
+        process = start(self.model, self.out, self.said, lambda: fail_at(number, code, short, once))
         end, said, left = ended(process), self.said.read_text(), self.look()
         if end == 0:
             assert left == "complete"
@@ -150,14 +150,14 @@ class Runs:
         return True
 
 
-def fail_at(number: int, code: int, short: bool) -> None:
+def fail_at(number: int, code: int, short: bool, once: bool) -> None:
     """Replace CALLS so that the one of this number fails."""
-    made = 0
+    made, left = 0, 1 if once else 1 << 30
     failing = ""
 
     def replace(name: str, real: Callable[..., Any]) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal made, failing
+            nonlocal made, failing, left
             changes = name != "open" or args[1] & (os.O_CREAT | os.O_WRONLY)
             if changes and not failing:
                 made += 1
@@ -166,7 +166,8 @@ def fail_at(number: int, code: int, short: bool) -> None:
                     real_write(1, f"FAILED {name}\n".encode())
                     if short and name in ("write", "pwrite") and len(args[1]) > 1:
                         return real(args[0], args[1][: len(args[1]) // 2], *args[2:])
-            if changes and failing == name:
+            if changes and failing == name and left:
+                left -= 1
                 raise OSError(code, os.strerror(code), *[a for a in args[:1] if isinstance(a, (str, os.PathLike))])
             return real(*args, **kwargs)
 
@@ -190,15 +191,16 @@ def main() -> None:
                 raise AssertionError(f"kill {number} of seed {seed}: {error}") from error
     else:
         last = 1
-        while runs.failing(last, errno.ENOSPC, False):  # every call would take minutes: the last first, roughly
+        while runs.failing(last, errno.ENOSPC):  # every call would take minutes: the last first, roughly
             last *= 2
         numbers = sorted(rng.sample(range(1, last), min(int(count), last - 1)))
         for number in numbers:
-            code, short = rng.choice([errno.ENOSPC, errno.ENOSPC, errno.EDQUOT, errno.EIO]), rng.random() < 0.5
+            code = rng.choice([errno.ENOSPC, errno.ENOSPC, errno.EDQUOT, errno.EIO])
+            how = {"short": rng.random() < 0.5, "once": rng.random() < 0.5}
             try:
-                runs.failing(number, code, short)
+                runs.failing(number, code, **how)
             except AssertionError as error:
-                raise AssertionError(f"call {number}, {errno.errorcode[code]}, short={short}: {error}") from error
+                raise AssertionError(f"call {number}, {errno.errorcode[code]}, {how}: {error}") from error
     print(json.dumps({"took_s": round(runs.took, 3), "all_s": round(time.monotonic() - begun, 1), **runs.seen}))
 
 

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from oddrank.checkpoint.hashedfile import PIECE
 from oddrank.synth import describe_release, write_checkpoint
 
 ANYWHERE = Path(__file__).with_name("pad_anywhere.py")
@@ -17,8 +19,10 @@ ANYWHERE = Path(__file__).with_name("pad_anywhere.py")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six shards, two of them larger than a piece that is written at once, and a file to carry over."""
-    release = describe_release("llama", size="tiny", layers=8, vocab=24_000)
+    release = describe_release("llama", size="tiny")
+    release = msgspec.structs.replace(release, size=msgspec.structs.replace(release.size, vocab=24_000))
     path = write_checkpoint(release, tmp_path_factory.mktemp("anywhere") / "model", shards=6)
+    assert sum(f.stat().st_size > 2 * PIECE for f in path.glob("*.safetensors")) == 2
     (path / "notes.txt").write_text("carried\n" * 1000)
     return path
 
