@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from kernels import CHOSEN, EXPERTS, FORMATS, HIDDEN, WIDTH, K, N, stored
+from kernels import CHOSEN, EXPERTS, FORMATS, HIDDEN, WIDTH, K, N, form_of, stored
 from report import row
 
 from oddrank.checkpoint import Checkpoint
 from oddrank.planner import make_plan
 from oddrank.runtime.engine import Engine
-from oddrank.runtime.formats import decoder
 from oddrank.runtime.parallel import SoloGroup
 from oddrank.runtime.precision import Precision
 from oddrank.runtime.request import Sampling
@@ -74,17 +73,17 @@ def rotated() -> int:
     return max(ROTATED, 2 * int(cache))
 
 
-def matrices(form: str) -> tuple[list[Callable[[torch.Tensor], torch.Tensor]], int]:
+def matrices(name: str) -> tuple[list[Callable[[torch.Tensor], torch.Tensor]], int]:
     """Products with enough matrices of one form, and the bytes of each."""
     from oddrank.gpu import linear_for
 
-    kind = decoder(form)
+    kind = form_of(name, K)
     one = stored(kind, N, K)
     each = sum(part.nbytes for part in one.values())
     made: list[Callable[[torch.Tensor], torch.Tensor]] = []
     for _ in range(-(-rotated() // each)):
         parts = {suffix: part.cuda() for suffix, part in one.items()}
-        if form == "dense":
+        if name == "bf16":
             weight = parts[kind.values]
             made.append(lambda x, w=weight: F.linear(x, w))
             continue
@@ -96,12 +95,12 @@ def matrices(form: str) -> tuple[list[Callable[[torch.Tensor], torch.Tensor]], i
 
 def products(speed: float) -> list[dict[str, Any]]:
     rows, prefill = [], {}
-    for name, form in FORMATS.items():
-        made, each = matrices(form)
+    for name in FORMATS:
+        made, each = matrices(name)
         for m in BATCHES:
             x = torch.randn(m, K, device="cuda").bfloat16()
             rate = each * len(made) / seconds(lambda x=x, made=made: [one(x) for one in made])
-            what = f"matrix {N} x {K} times {m} rows of x, {name}" + (" (cuBLAS)" if form == "dense" else "")
+            what = f"matrix {N} x {K} times {m} rows of x, {name}" + (" (cuBLAS)" if name == "bf16" else "")
             rows.append(row(what, rate / 1e9, "GB/s", None, None, "copying memory", speed / 1e9))
         x = torch.randn(PREFILL, K, device="cuda").bfloat16()
         prefill[name] = 2 * PREFILL * N * K * len(made) / seconds(lambda x=x, made=made: [one(x) for one in made])
@@ -116,11 +115,11 @@ def experts(speed: float) -> list[dict[str, Any]]:
     from oddrank.gpu import experts_for
 
     rows = []
-    for name, form in FORMATS.items():
-        kind = decoder(form)
-        shapes = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
-        banks = [{s: part.cuda() for s, part in stored(kind, *shape, leading=(EXPERTS, 1)).items()} for shape in shapes]
-        layer = experts_for((kind, banks[0]), (kind, banks[1]), F.silu)
+    for name in FORMATS:
+        forms, shapes = [form_of(name, k) for k in (HIDDEN, WIDTH)], ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
+        banks = [stored(form, *shape, leading=(EXPERTS, 1)) for form, shape in zip(forms, shapes, strict=True)]
+        banks = [{suffix: part.cuda() for suffix, part in bank.items()} for bank in banks]
+        layer = experts_for((forms[0], banks[0]), (forms[1], banks[1]), F.silu)
         assert layer is not None
         nbytes = sum(part.nbytes for bank in banks for part in bank.values())
         order = torch.randperm(EXPERTS, device="cuda")

@@ -34,8 +34,10 @@ ROTATED = 256 << 20
 ROUNDS = 9
 BATCH = 8
 FORMATS = {"bf16": "dense", "fp8 block": "fp8-block", "NVFP4": "nvfp4", "MXFP4": "mxfp4", "int4": "int4-rows"}
+FORMATS |= {"int8": "int8-channel", "int8, groups of 128": "int8-rows", "MXFP8": "mxfp8"}
 SHARE, EXPERTS_SHARE, BATCH_GAIN = 0.7, 0.6, 4.0
-AGAINST_BF16 = {"fp8 block": 1.7, "NVFP4": 3.0, "MXFP4": 3.0, "int4": 3.0}
+AGAINST_BF16 = {"fp8 block": 1.7, "NVFP4": 3.0, "MXFP4": 3.0, "int4": 3.0, "int8": 1.7, "int8, groups of 128": 1.7}
+AGAINST_BF16["MXFP8"] = 1.7
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH = 256, 8, 2048, 512
 """The geometry of the 35B-A3B's layers."""
@@ -47,8 +49,9 @@ def loaded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def form_of(name: str, k: int) -> Decoder:
-    """int4: as the runtime holds every packing of it."""
-    return RowsDecoder(128, k) if name == "int4" else decoder(FORMATS[name])
+    """Packed integers: as the runtime holds every packing of them, with zero points."""
+    form = FORMATS[name]
+    return RowsDecoder(128, k, int(form[3])) if form.endswith("-rows") else decoder(form)
 
 
 def stored(form: Decoder, n: int, k: int, leading: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
@@ -59,16 +62,21 @@ def stored(form: Decoder, n: int, k: int, leading: tuple[int, ...] = ()) -> dict
         if kind == "dense":
             found[part.suffix] = torch.randn(shape).mul_(0.02).bfloat16()
         elif place == 0:
-            words = torch.randint(0, 127 if kind == "fp8" else 256, shape, dtype=torch.uint8)
-            found[part.suffix] = words.view(torch.float8_e4m3fn) if kind == "fp8" else words
-        elif kind == "mxfp4":
+            e4m3 = kind in ("fp8", "mxfp8")
+            words = torch.randint(0, 127 if e4m3 else 256, shape, dtype=torch.uint8)
+            signed = torch.int8 if part.dtypes == ("I8",) else torch.uint8
+            found[part.suffix] = words.view(torch.float8_e4m3fn if e4m3 else signed)
+        elif kind in ("mxfp4", "mxfp8"):
             found[part.suffix] = torch.randint(118, 122, shape, dtype=torch.uint8)
         elif kind == "nvfp4" and place == 1:
             found[part.suffix] = torch.randint(40, 80, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        elif kind == "int4":
-            scales = torch.full(shape[:-1], 0.01).bfloat16().float().view(torch.int32)
-            found[part.suffix] = (scales + torch.randint(0, 16, scales.shape, dtype=torch.int32)).view(torch.uint8)
-            found[part.suffix] = found[part.suffix].view(shape)
+        elif isinstance(form, RowsDecoder):
+            words = torch.full((*shape[:-1], shape[-1] // 4), 0.01).bfloat16().float().view(torch.int32)
+            if form.bits == 4:
+                words += torch.randint(0, 16, words.shape, dtype=torch.int32)
+            else:
+                words[..., 1] = torch.randint(0, 128, shape[:-1], dtype=torch.int32) * 0x800001
+            found[part.suffix] = words.view(torch.uint8)
         else:
             found[part.suffix] = torch.full(shape, 0.01)
     return found

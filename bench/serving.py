@@ -261,7 +261,7 @@ def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
 
 
 def _write_hybrid(path: Path, tokenizer: Path) -> None:
-    """Eight layers of the 0.8B's geometry, six of them gated delta nets, with random weights and SmolLM2's tokenizer."""
+    """Eight layers of the 0.8B's geometry, six of them gated delta nets, random weights and SmolLM2's tokenizer."""
     from engines import write_random
 
     write_random(describe_release("qwen3_5", "bf16", size="0.8B", layers=8, vocab=49152), path)

@@ -22,6 +22,9 @@ SMALLEST, A100 = 99 << 10, 163 << 10
 
 FP8, FP8_ROWS = Case("fp8-block", (128, 128)), Case("fp8-channel")
 NVFP4, MXFP4, DENSE = Case("nvfp4-ct"), Case("mxfp4"), Case("dense", dtype=torch.bfloat16)
+INT4, INT4_SHORT = Case("int4-rows", (1, 128)), Case("int4-rows", (1, 32))
+INT8, INT8_ROWS, MXFP8 = Case("int8-rows", (1, 128)), Case("int8-channel"), Case("mxfp8")
+EVERY = [FP8, FP8_ROWS, Case("fp8-tensor"), NVFP4, Case("nvfp4"), MXFP4, INT4, INT4_SHORT, INT8, INT8_ROWS, MXFP8]
 
 
 class AbsentDriver:
@@ -112,6 +115,12 @@ FEW = [
     (NVFP4, torch.float32, 40),
     (MXFP4, torch.bfloat16, 1),
     (MXFP4, torch.float16, 1),
+    (INT4, torch.bfloat16, 1),
+    (INT4_SHORT, torch.bfloat16, 1),
+    (INT4, torch.bfloat16, 100),
+    (INT8, torch.bfloat16, 1),
+    (INT8_ROWS, torch.bfloat16, 1),
+    (MXFP8, torch.bfloat16, 1),
 ]
 
 
@@ -123,7 +132,7 @@ def test_products(kernels: Kernels, case: Case, dtype: torch.dtype, m: int) -> N
 @pytest.mark.long
 @pytest.mark.parametrize("m", [1, 40, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", [FP8, FP8_ROWS, Case("fp8-tensor"), NVFP4, Case("nvfp4"), MXFP4], ids=str)
+@pytest.mark.parametrize("case", EVERY, ids=str)
 def test_every_product(kernels: Kernels, case: Case, dtype: torch.dtype, m: int) -> None:
     products(kernels, case, dtype, m, every=True)
 
@@ -145,7 +154,7 @@ def routed(kernels: Kernels, case: Case, dtype: torch.dtype, tokens: int, stacke
         check(kernels[name], 1, SMALLEST)
 
 
-@pytest.mark.parametrize(("case", "tokens"), [(NVFP4, 1), (NVFP4, 200), (FP8, 1), (DENSE, 200)], ids=str)
+@pytest.mark.parametrize(("case", "tokens"), [(NVFP4, 1), (NVFP4, 200), (FP8, 1), (DENSE, 200), (INT4, 1)], ids=str)
 def test_experts(kernels: Kernels, case: Case, tokens: int) -> None:
     routed(kernels, case, torch.bfloat16, tokens, stacked=tokens == 1)
 
@@ -153,6 +162,6 @@ def test_experts(kernels: Kernels, case: Case, tokens: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("tokens", [1, 20, 200])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", [FP8, FP8_ROWS, Case("fp8-tensor"), NVFP4, Case("nvfp4"), MXFP4], ids=str)
+@pytest.mark.parametrize("case", EVERY, ids=str)
 def test_every_expert(kernels: Kernels, case: Case, dtype: torch.dtype, tokens: int) -> None:
     routed(kernels, case, dtype, tokens, stacked=True)

@@ -30,6 +30,14 @@ LAST = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 TOKENS = torch.randint(0, 512, (24,), generator=torch.Generator().manual_seed(5)).tolist()
 RELEASES = [("qwen3_5", f) for f in ("bf16", "fp8-block", "nvfp4-ct", "mxfp4")]
 RELEASES += [("qwen3_5_moe", f) for f in ("bf16", "fp8-block", "nvfp4-ct", "mxfp4")]
+RELEASES += [
+    ("qwen3_5", "gptq"),
+    ("qwen2", "gptq-int8"),
+    ("llama", "int8"),
+    ("qwen3", "mxfp8"),
+    ("qwen3_5_moe", "awq"),
+    ("qwen3_5_moe", "int4-ct"),
+]
 
 
 def on_gpu(stored: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -45,7 +53,7 @@ def wrong(got: Tensor, x: Tensor, numbers: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("case", [case for case in CASES if "int4" not in case.name], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_products(case: Case, dtype: torch.dtype) -> None:
     from oddrank.gpu import linear_for
 
@@ -102,7 +110,11 @@ def test_powers_at_the_ends(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 300])
-@pytest.mark.parametrize("case", [CASES[0], Case("fp8-block", (128, 128)), Case("nvfp4"), Case("mxfp4")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [CASES[0], Case("fp8-block", (128, 128)), Case("nvfp4"), Case("mxfp4"), Case("int4-rows", (1, 32))],
+    ids=str,
+)
 def test_experts(case: Case, tokens: int) -> None:
     from oddrank.gpu import experts_for
 

@@ -66,6 +66,8 @@ def test_stacks_of_several_formats_with_a_bias(level: str) -> None:
             (Case("mxfp4"), 97),
             (Case("nvfp4-ct"), 6),
             (Case("int4-rows", (1, 64)), 13),
+            (Case("int8-rows", (1, 32)), 21),
+            (Case("mxfp8"), 7),
         )
     ]
     numbers = np.concatenate([one.numbers for one in made])

@@ -19,6 +19,9 @@ FORMATS = [
     Case("mxfp4"),
     Case("int4-rows", (1, 32)),
     Case("int4-rows", (1, 128)),
+    Case("int8-rows", (1, 64)),
+    Case("int8-channel"),
+    Case("mxfp8"),
 ]
 Numbers = np.ndarray
 

@@ -18,7 +18,7 @@ FOUR_BIT = [(3, 40), (2, 72)]
 
 
 def shapes(case: Case) -> list[tuple[int, int]]:
-    return SHAPES + (ODD if case.name[:3] in ("den", "fp8", "int") else FOUR_BIT)
+    return SHAPES + (ODD if "fp4" not in case.name else FOUR_BIT)
 
 
 def native(made: Sample) -> NativeMatrix:
@@ -95,6 +95,8 @@ NAN = [
     (Case("nvfp4"), ".weight_scale", 0x7F),
     (Case("nvfp4-ct"), ".weight_scale", 0xFF),
     (Case("mxfp4"), ".weight_scale", 0xFF),
+    (Case("mxfp8"), ".weight", 0xFF),
+    (Case("mxfp8"), ".weight_scale", 0xFF),
 ]
 
 
@@ -116,13 +118,17 @@ def test_what_is_not_finite(case: Case, suffix: str, value: float, column: int, 
         assert torch.equal(got[got.isinf()], want[want.isinf()])
 
 
-def test_extreme_exponents(level: str) -> None:
+ONES = {
+    "mxfp4": torch.full((2, 64), 0x22, dtype=torch.uint8),
+    "mxfp8": torch.full((2, 128), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize(("name", "exact"), [("mxfp4", True), ("mxfp8", True), ("mxfp8", False)])
+def test_extreme_exponents(name: str, exact: bool, level: str) -> None:
     """Codes 0 (2^-127, subnormal) and 254 of e8m0 are numbers."""
-    stored = {
-        ".weight": torch.full((2, 64), 0x22, dtype=torch.uint8),  # ones
-        ".weight_scale": torch.tensor([[0, 0, 0, 0], [254, 254, 254, 254]], dtype=torch.uint8),
-    }
-    matrix = native_matrix(Case("mxfp4").decoder(), stored)
+    scales = torch.tensor([[0, 0, 0, 0], [254, 254, 254, 254]], dtype=torch.uint8)
+    matrix = native_matrix(Case(name).decoder(), {".weight": ONES[name], ".weight_scale": scales}, exact)
     assert matrix is not None
     for m in (1, 4):
         got = matrix.linear(torch.full((m, 128), 0.125))

@@ -13,7 +13,9 @@ STACKS = [
     [Case("nvfp4"), Case("nvfp4"), Case("nvfp4")],
     [Case("fp8-block", (128, 128)), Case("dense", dtype=torch.bfloat16), Case("fp8-block", (128, 128))],
     [Case("int4-rows", (1, 128)), Case("int4-rows", (1, 32)), Case("nvfp4")],
+    [Case("int8-rows", (1, 128)), Case("int8-channel"), Case("int8-rows", (1, 32)), Case("int4-rows", (1, 32))],
     [Case("mxfp4"), Case("nvfp4"), Case("dense", dtype=torch.float16), Case("mxfp4"), Case("fp8-channel")],
+    [Case("mxfp8"), Case("fp8-block", (128, 128)), Case("mxfp8"), Case("mxfp4")],
 ]
 
 

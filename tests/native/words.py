@@ -14,15 +14,15 @@ from oddrank.runtime.formats.rows import RowsDecoder
 
 
 class Case(NamedTuple):
-    """name: of the format; block: of fp8 and int4 scales (rows, columns)."""
+    """name: of the format; block: of the scales of fp8 and of integers in rows (rows, columns)."""
 
     name: str
     block: tuple[int, int] = (0, 0)
     dtype: torch.dtype = torch.float32
 
     def decoder(self, k: int = 0) -> Decoder:
-        if self.name == "int4-rows":
-            return RowsDecoder(self.block[1], k)
+        if "-rows" in self.name:
+            return RowsDecoder(self.block[1], k, int(self.name[3]), not self.name.endswith("symmetric"))
         if not self.name.startswith("fp8-block"):
             return decoder(self.name)
         suffix = ".weight_scale" if "ct" in self.name else ".weight_scale_inv"
@@ -48,9 +48,16 @@ CASES = [
     Case("nvfp4-ct"),
     Case("mxfp4"),
     Case("mxfp4-ct"),
+    Case("mxfp8"),
     Case("int4-rows", (1, 32)),
     Case("int4-rows", (1, 64), torch.float16),
     Case("int4-rows", (1, 128), torch.bfloat16),
+    Case("int8-rows", (1, 32), torch.float16),
+    Case("int8-rows", (1, 128)),
+    Case("int8-rows-symmetric", (1, 32), torch.bfloat16),
+    Case("int8-rows-symmetric", (1, 64)),
+    Case("int8-channel", dtype=torch.bfloat16),
+    Case("int8-tensor"),
 ]
 
 
@@ -75,9 +82,21 @@ def sample(case: Case, n: int, k: int, seed: int = 0) -> Sample:
     codes = draw.integers(0, 256, shapes[0], np.uint8)
     if kind == "int4":
         return _int4(case, form, codes, shapes[1], zero, k, draw)
+    if "-rows" in case.name:
+        return _int8(case, form, codes, shapes[1], zero, k, draw)
     codes[zero] = 0
-    if kind == "fp8":
+    if kind == "int8":
+        scales = torch.from_numpy(draw.uniform(-2, 2, shapes[1])).to(case.dtype)
+        numbers = codes.view(np.int8).astype(np.float64) * scales.double().numpy()
+        return Sample(form, {suffixes[0]: torch.from_numpy(codes).view(torch.int8), suffixes[1]: scales}, numbers)
+    if kind in ("fp8", "mxfp8"):
         codes[codes & 127 == 127] = 3  # subnormal; others are among the rest
+    if kind == "mxfp8":
+        scales = draw.integers(120, 130, shapes[1], np.uint8)
+        stored = {suffixes[0]: torch.from_numpy(codes).view(torch.float8_e4m3fn), suffixes[1]: torch.from_numpy(scales)}
+        numbers = E4M3[codes].astype(np.float64) * np.repeat(exponents(scales), 32, 1)[:, :k]
+        return Sample(form, stored, numbers)
+    if kind == "fp8":
         scales = torch.from_numpy(draw.uniform(-2, 2, shapes[1])).to(case.dtype)
         spread = scales.double().numpy()
         rows, columns = form.blocks[suffixes[1]]
@@ -121,3 +140,24 @@ def _int4(
     spread = np.repeat(scales.double().numpy(), case.block[1], 1)[:, :k]
     numbers = (nibbles[:, :k].astype(np.float64) - wide[:, :k]) * spread
     return Sample(form, {".codes": torch.from_numpy(codes), ".scales": torch.from_numpy(words)}, numbers)
+
+
+def _int8(
+    case: Case, form: Decoder, codes: np.ndarray, shape: tuple[int, ...], zero: slice, k: int, draw: np.random.Generator
+) -> Sample:
+    """Zero points of 0 to 256, or 128 for all. A zero is its zero point's code."""
+    symmetric = case.name.endswith("symmetric")
+    points = np.full(shape[:-1], 128) if symmetric else draw.integers(0, 257, shape[:-1])
+    points[zero] %= 256
+    wide = np.repeat(points, case.block[1], 1)[:, :k]
+    codes[zero, :k] = wide[zero]
+    scales = torch.from_numpy(draw.uniform(-2, 2, shape[:-1])).to(case.dtype)
+    words = np.zeros((*shape[:-1], shape[-1] // 4), np.uint32)
+    words[..., 0] = scales.float().numpy().view(np.uint32)
+    if not symmetric:
+        z = points - 128
+        words[..., 1] = (z & 0xFFFF | (128 * z & 0xFFFF) << 16).astype(np.uint32)
+    spread = np.repeat(scales.double().numpy(), case.block[1], 1)[:, :k]
+    numbers = (codes[:, :k].astype(np.float64) - wide) * spread
+    stored = {".codes": torch.from_numpy(codes ^ 0x80), ".scales": torch.from_numpy(words.view(np.uint8))}
+    return Sample(form, stored, numbers)

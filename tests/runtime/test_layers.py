@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from oddrank.native import library
 from oddrank.runtime.cache import BLOCK, KVCache
 from oddrank.runtime.layers.attention import Attention, HeadMap
 from oddrank.runtime.layers.kernels import (
@@ -168,7 +169,9 @@ def test_narrow_weights(m: int) -> None:
     weight = _weight(NarrowWeight, values)
     x, bias = torch.randn(m, 40), torch.randn(70)
     error = float((weight(x, bias) - (x.double() @ values.double().t() + bias)).abs().max())
-    assert error < (2e-2 if m <= 3 else 5e-6)
+    found = library()
+    rounds = m <= 3 or (found is not None and found.level == "avx512bf16")  # x to bf16, whose step is 2^-8
+    assert error < (2e-2 if rounds else 5e-6)
     rows = torch.tensor([3, 69, 0])
     assert torch.allclose(weight.exact(x[0], rows), values[rows].float() @ x[0], atol=1e-5)
 

@@ -351,6 +351,36 @@ def test_a_client_that_leaves_is_cancelled() -> None:
     run(work())
 
 
+def test_a_connection_that_is_closed_under_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """uvloop refuses to write to a socket that it has closed, before the server is told that the client left."""
+
+    async def work() -> None:
+        ranks = FakeRanks(says("Hello", end=False))
+        async with serving(ranks) as (_, state):
+            incoming = [{"type": "http.request", "body": b'{"prompt": "ab", "stream": true}', "more_body": False}]
+
+            async def receive() -> Any:
+                if not incoming:
+                    await asyncio.Event().wait()
+                return incoming.pop()
+
+            async def send(message: Any) -> None:
+                if message.get("body"):
+                    raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")
+
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": [],
+                     "http_version": "1.1", "scheme": "http", "server": ("x", 80),
+                     "asgi": {"version": "3.0", "spec_version": "2.3"}}  # fmt: skip
+            await asyncio.wait_for(make_app(state)(scope, receive, send), 5)
+            assert state.backend.pending == 0
+            assert ranks.cancelled == [s.id for s in ranks.submitted]
+            assert b'oddrank_requests_total{outcome="cancelled"} 1.0' in state.metrics.text()
+            assert b'outcome="failed"' not in state.metrics.text()
+
+    run(work())
+    assert not caplog.records
+
+
 def test_keys() -> None:
     async def work() -> None:
         async with serving(FakeRanks(says("x")), key="secret") as (client, _):

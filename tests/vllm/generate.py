@@ -1,9 +1,11 @@
-"""One vLLM engine, some prompts, what it answers: run by the tests in vLLM's own environment, one process a case.
+"""vLLM engines, some prompts, what they answer: run by the tests in vLLM's own environment, one process a case.
 
-Reads a JSON object on standard input: `engine`: arguments of vllm.LLM; `prompts`: texts, or lists of token ids;
-`max_tokens`; `logprobs`; `prompt_logprobs`. Writes a JSON object to the file named in argv[1].
+Reads a JSON object on standard input: `engines`: of each, the arguments of vllm.LLM; they run one after the other;
+`prompts`: texts, or lists of token ids; `max_tokens`; `logprobs`; `prompt_logprobs`. Writes a JSON list, an object an
+engine, to the file named in argv[1].
 """
 
+import gc
 import json
 import sys
 import time
@@ -14,12 +16,11 @@ def values(position):
     return sorted(([int(t), p.logprob] for t, p in position.items()), key=lambda tp: -tp[1])
 
 
-def main():
-    asked = json.load(sys.stdin)
+def answered(engine, asked):
     from vllm import LLM, SamplingParams
 
     start = time.perf_counter()
-    llm = LLM(**asked["engine"])
+    llm = LLM(**engine)
     ready = time.perf_counter() - start
     sampling = SamplingParams(
         temperature=0.0,
@@ -48,8 +49,21 @@ def main():
         for metric in llm.get_metrics():
             if metric.name.startswith("vllm:spec_decode"):
                 metrics.append([metric.name, getattr(metric, "value", None) or getattr(metric, "values", None)])
+    return {"answers": answers, "ready_seconds": ready, "metrics": metrics}, llm
+
+
+def main():
+    asked = json.load(sys.stdin)
+    found = []
+    for engine in asked["engines"]:
+        one, llm = answered(engine, asked)
+        found.append(one)
+        if len(asked["engines"]) > 1:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
     with open(sys.argv[1], "w") as file:
-        json.dump({"answers": answers, "ready_seconds": ready, "metrics": metrics}, file)
+        json.dump(found, file)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from vllm_cases import same, smollm2_through_the_server, three_ranks_answer_as_one, tiny_prompts
+from vllm_cases import Distance, same, smollm2_through_the_server, three_ranks_answer_as_one, tiny_prompts
 from vllm_runs import Answer, Vllm, tail
 
 pytestmark = pytest.mark.vllm
@@ -35,18 +34,6 @@ def test_three_ranks_of_transformers_code(vllm: Vllm, tiny: Tiny) -> None:
 EVEN = {"num_attention_heads": 20, "num_key_value_heads": 10, "linear_num_key_heads": 10, "linear_num_value_heads": 20}
 """Two ranks divide all of it and three none; of 12 planned KV heads and GDN key heads, four a rank, two are dummies, so
 the last rank has real ones too."""
-
-
-class Distance(NamedTuple):
-    """Of prompt logprobs to transformers' in fp32."""
-
-    mean: float
-    late: float
-    """The 95th percentile."""
-
-    def within(self, others: Sequence["Distance"]) -> bool:
-        """No further off than stock vLLM is by itself, a quarter more allowed."""
-        return self.mean <= 1.25 * max(o.mean for o in others) and self.late <= 1.25 * max(o.late for o in others)
 
 
 def expected_logprobs(folder: Path, prompts: Sequence[list[int]]) -> list[torch.Tensor]:

@@ -18,23 +18,25 @@ PROMPTS = [
 def speculate(vllm: Vllm, model: Path, ranks: int, *, on: bool) -> dict[str, Any]:
     out = vllm.folder / f"speculated-{ranks}.json"
     asked = {
-        "engine": SMALL
-        | {
-            "model": str(model),
-            "tensor_parallel_size": ranks,
-            "dtype": "float32",
-            "kv_cache_memory_bytes": 400_000_000,
-            "enable_prefix_caching": True,
-            "speculative_config": {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3},
-            "disable_log_stats": False,
-        },
+        "engines": [
+            SMALL
+            | {
+                "model": str(model),
+                "tensor_parallel_size": ranks,
+                "dtype": "float32",
+                "kv_cache_memory_bytes": 400_000_000,
+                "enable_prefix_caching": True,
+                "speculative_config": {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3},
+                "disable_log_stats": False,
+            }
+        ],
         "prompts": PROMPTS,
         "max_tokens": 48,
         "metrics": True,
     }
     ended = vllm.run([HERE / "generate.py", out], environment={"ODDRANK": str(int(on))}, asked=json.dumps(asked))
     assert ended.code == 0, tail(ended.log)
-    found: dict[str, Any] = json.loads(out.read_text())
+    (found,) = json.loads(out.read_text())
     return {"tokens": [a["tokens"] for a in found["answers"]]} | dict(found["metrics"])
 
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_runs import SMALL, Answer, Vllm
 
@@ -13,6 +13,18 @@ PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "Water boils at a 
 
 TOLERANCE = 1e-4
 """Of a logprob in fp32."""
+
+
+class Distance(NamedTuple):
+    """Of logprobs to transformers'."""
+
+    mean: float
+    late: float
+    """The 95th percentile."""
+
+    def within(self, others: Sequence["Distance"]) -> bool:
+        """No further off than stock vLLM is by itself, a quarter more allowed."""
+        return self.mean <= 1.25 * max(o.mean for o in others) and self.late <= 1.25 * max(o.late for o in others)
 
 
 def tiny_prompts(lengths: Sequence[int] = (5, 17, 40)) -> list[list[int]]:

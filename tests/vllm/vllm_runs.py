@@ -70,7 +70,25 @@ class Vllm:
         ended = self._generate(out, model, ranks, prompts, on, environment or {}, max_tokens, engine)
         if ended.code != 0 or not out.exists():
             pytest.fail(f"vLLM on {model.name} at TP={ranks} ended with {ended.code}\n{tail(ended.log)}", pytrace=False)
-        return [_answer(given) for given in json.loads(out.read_text())["answers"]]
+        return [_answer(given) for given in json.loads(out.read_text())[0]["answers"]]
+
+    def engines(
+        self,
+        models: Sequence[Mapping[str, Any]],
+        ranks: int,
+        prompts: Sequence[list[int]],
+        *,
+        on: bool,
+        environment: Mapping[str, str] | None = None,
+        max_tokens: int = 16,
+    ) -> list[list[Answer]]:
+        """The same of several engines in turn, in one process (which saves starts). models: of each, its arguments."""
+        out = self.folder / f"answers-{self._runs}.json"
+        given = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | dict(environment or {})
+        ended = self._generate_all(out, models, ranks, prompts, on, given, max_tokens)
+        if ended.code != 0 or not out.exists():
+            pytest.fail(f"vLLM at TP={ranks} ended with {ended.code}\n{tail(ended.log)}", pytrace=False)
+        return [[_answer(given) for given in one["answers"]] for one in json.loads(out.read_text())]
 
     def refusal(
         self,
@@ -149,15 +167,29 @@ class Vllm:
         max_tokens: int,
         engine: Mapping[str, Any],
     ) -> Ended:
+        return self._generate_all(
+            out, [{"model": str(model)} | dict(engine)], ranks, prompts, on, environment, max_tokens
+        )
+
+    def _generate_all(
+        self,
+        out: Path,
+        engines: Sequence[Mapping[str, Any]],
+        ranks: int,
+        prompts: Sequence[str | list[int]],
+        on: bool,
+        environment: Mapping[str, str],
+        max_tokens: int,
+    ) -> Ended:
         texts = any(isinstance(p, str) for p in prompts)
+        usual = {"tensor_parallel_size": ranks, "skip_tokenizer_init": not texts} | SMALL
         asked = {
-            "engine": {"model": str(model), "tensor_parallel_size": ranks, "skip_tokenizer_init": not texts}
-            | SMALL | dict(engine),
+            "engines": [usual | dict(engine) for engine in engines],
             "prompts": list(prompts),
             "max_tokens": max_tokens,
             "logprobs": 5,
             "prompt_logprobs": 5,
-        }  # fmt: skip
+        }
         switch = {"ODDRANK": "1" if on else "0"}
         return self.run([HERE / "generate.py", out], environment=switch | environment, asked=json.dumps(asked))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from oddrank.gpu.matrix import described
 from oddrank.runtime.formats import Decoder
+from oddrank.runtime.formats.rows import RowsDecoder
 
 _OLDEST = (8, 0)
 """Compute capability from which on tensor cores take bf16."""
@@ -50,6 +51,8 @@ def agrees(decoder: Decoder, device: torch.device) -> bool:
     """Whether products with a small matrix of random words are the decoder's."""
     from oddrank.gpu.linear import GpuLinear
 
+    if isinstance(decoder, RowsDecoder):
+        decoder = RowsDecoder(decoder.group, _COLUMNS, decoder.bits, decoder.points)  # it knows its matrix's columns
     stored = _sample(decoder, device)
     matrix = described(decoder, stored)
     if matrix is None:
@@ -73,12 +76,20 @@ def _sample(decoder: Decoder, device: torch.device) -> Mapping[str, Tensor]:
         shape = decoder.shape(part.suffix, _ROWS, _COLUMNS)
         if kind == "dense":
             tensor = torch.randn(shape, generator=draw).bfloat16()
-        elif kind == "mxfp4" and place == 1:
+        elif isinstance(decoder, RowsDecoder) and place == 1:
+            words = (torch.rand(*shape[:-1], shape[-1] // 4, generator=draw) + 0.5).half().float().view(torch.int32)
+            zeros = torch.randint(0, 17, shape[:-1], generator=draw, dtype=torch.int32)
+            if decoder.bits == 4:
+                words[..., 0] += zeros
+            elif decoder.points:
+                words[..., 1] = zeros
+            tensor = words.view(torch.uint8)
+        elif kind in ("mxfp4", "mxfp8") and place == 1:
             tensor = torch.randint(120, 131, shape, generator=draw, dtype=torch.uint8)
         elif place == 0 or (kind == "nvfp4" and place == 1):
-            four_bits = kind != "fp8" and place == 0
-            tensor = torch.randint(0, 256 if four_bits else 127, shape, generator=draw, dtype=torch.uint8)
-            tensor = tensor if four_bits else tensor.view(torch.float8_e4m3fn)
+            fp8 = kind in ("fp8", "mxfp8") or place == 1
+            tensor = torch.randint(0, 127 if fp8 else 256, shape, generator=draw, dtype=torch.uint8)
+            tensor = tensor.view(torch.float8_e4m3fn if fp8 else torch.int8 if part.dtypes == ("I8",) else torch.uint8)
         else:
             tensor = torch.rand(shape, generator=draw) + 0.5
         found[part.suffix] = tensor.to(device)

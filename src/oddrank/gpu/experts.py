@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor
 
 from oddrank.gpu.kernels.experts import inner, outer, summed
-from oddrank.gpu.launch import INTERPRETED, Tiles, columns_at_a_time, device_of, scaled_in_tile
+from oddrank.gpu.launch import INTERPRETED, Tiles, by_block, columns_at_a_time, device_of
 from oddrank.gpu.matrix import DENSE, GpuMatrix, described
 from oddrank.runtime.formats import Decoder
 
@@ -130,7 +130,7 @@ class GpuExperts:
     def _constants(self, m: GpuMatrix, x: Tensor, tiles: Tiles) -> dict[str, int | bool]:
         return {
             "form": m.form, "block_n": m.block_n, "block_k": m.block_k, "divides": m.divides,
-            "scaled": scaled_in_tile(m, x.dtype), "native": device_of(x.device).native,
+            "by_block": by_block(m, x.dtype), "native": device_of(x.device).native,
             "wide": INTERPRETED or x.dtype == torch.float32,
             "tile_m": tiles.m, "tile_n": tiles.n, "tile_k": tiles.k,
             "num_warps": tiles.warps, "num_stages": tiles.stages,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from oddrank.gpu.matrix import DENSE, E4M3, MXFP4, GpuMatrix
+from oddrank.gpu.matrix import DENSE, MXFP4, NVFP4, GpuMatrix
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Triton's interpreter runs the kernels, on any device."""
@@ -51,20 +51,18 @@ def device_of(device: torch.device) -> Device:
     return Device(found.multi_processor_count, (found.major, found.minor) >= (8, 9))
 
 
-def scaled_in_tile(matrix: GpuMatrix, x: torch.dtype) -> bool:
-    """Whether MXFP4's powers of two are in the tile: fp16 cannot hold them."""
-    return not (matrix.form == MXFP4 and x == torch.float16)
+def by_block(matrix: GpuMatrix, x: torch.dtype) -> bool:
+    """Whether scales multiply the sums after every block of columns: floats, and powers of two that fp16 lacks."""
+    return matrix.block_k > 0 and (matrix.form != MXFP4 or x == torch.float16)
 
 
 def columns_at_a_time(matrix: GpuMatrix, x: torch.dtype, decode: bool) -> int:
     """The k of a tile: what one scale covers, where it multiplies sums, else a row's 128 bytes or so."""
-    if matrix.form == E4M3 and matrix.block_k:
+    if by_block(matrix, x):
         return min(128, matrix.block_k & -matrix.block_k)
-    if not scaled_in_tile(matrix, x):
-        return matrix.block_k
     if x == torch.float32 or matrix.form == DENSE:
         return 64
-    return 256 if decode and matrix.form != E4M3 else 128
+    return 256 if decode and matrix.form in (NVFP4, MXFP4) else 128
 
 
 def tiles_for(matrix: GpuMatrix, m: int, x: torch.dtype) -> list[Tiles]:

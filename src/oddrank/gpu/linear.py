@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from oddrank.gpu.kernels.linear import added, product
-from oddrank.gpu.launch import DECODE_TOKENS, INTERPRETED, Tiles, device_of, fastest, parts, scaled_in_tile, tiles_for
+from oddrank.gpu.launch import DECODE_TOKENS, INTERPRETED, Tiles, by_block, device_of, fastest, parts, tiles_for
 from oddrank.gpu.matrix import GpuMatrix
 
 _ADDED_COLUMNS = 1024
@@ -26,7 +26,9 @@ class GpuLinear:
         """processors: that the work is cut for, by default the GPU's."""
         k, n = self.matrix.k, self.matrix.n
         rows = x.reshape(math.prod(x.shape[:-1]), k)
-        if rows.stride(-1) != 1:
+        if self.matrix.order is not None:
+            rows = rows.index_select(1, self.matrix.order)
+        elif rows.stride(-1) != 1:
             rows = rows.contiguous()
         m = len(rows)
         out = torch.empty(m, n, dtype=x.dtype, device=x.device)
@@ -49,7 +51,7 @@ class GpuLinear:
             m, n, k, chunk, x.stride(0), m * n, n,
             matrix.value_row, matrix.scale_row, matrix.scale_column,
             form=matrix.form, block_n=matrix.block_n, block_k=matrix.block_k, divides=matrix.divides,
-            scaled=scaled_in_tile(matrix, x.dtype), native=device_of(x.device).native,
+            by_block=by_block(matrix, x.dtype), native=device_of(x.device).native,
             wide=INTERPRETED or x.dtype == torch.float32, biased=here,
             tile_m=tiles.m, tile_n=tiles.n, tile_k=tiles.k, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from oddrank.runtime.formats import Decoder
+from oddrank.runtime.formats.rows import RowsDecoder
 
-DENSE, E4M3, NVFP4, MXFP4 = range(4)
+DENSE, E4M3, NVFP4, MXFP4, INT4, INT8, INT8_ZEROS = range(7)
 """As in kernels/words.py."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +28,8 @@ class Strides(NamedTuple):
 class GpuMatrix(NamedTuple):
     """A matrix [n, k], or a bank of them [experts, sections, n, k]. values, scales: words, as bytes or floats. factor:
     the scale of whole matrices; it divides where `divides`. Rows and scales of a row are so many entries apart.
-    block_n, block_k: what a scale covers of fp8 or MXFP4, 0 = all."""
+    block_n, block_k: what a scale covers of fp8, MXFP4, MXFP8 or integers, 0 = all. order: int64 [k], the column of x
+    that a column belongs to, where not its own."""
 
     form: int
     values: Tensor
@@ -41,6 +43,7 @@ class GpuMatrix(NamedTuple):
     block_n: int
     block_k: int
     divides: bool
+    order: Tensor | None = None
 
     def strides(self, tensor: Tensor) -> Strides:
         """Of a bank's tensor; zeros for a part that the format does not have."""
@@ -65,14 +68,20 @@ def described(decoder: Decoder, stored: Mapping[str, Tensor], leading: int = 0) 
         n, k = values.shape[-2:]
         taken = values.dtype in _FLOATS
         return GpuMatrix(DENSE, values, values, values, n, k, k, 0, 0, 0, 0, False) if taken else None
+    if isinstance(decoder, RowsDecoder):
+        return _rows(decoder, stored)
+    if decoder.name in ("int8-channel", "int8-tensor"):
+        return _eight_bits(decoder, stored, leading, INT8)
     if kind == "fp8":
-        return _fp8(decoder, stored, leading)
+        return _eight_bits(decoder, stored, leading, E4M3)
+    if kind == "mxfp8":
+        return _mxfp8(decoder, stored)
     if kind in ("nvfp4", "mxfp4"):
         return _four_bits(decoder, stored, NVFP4 if kind == "nvfp4" else MXFP4)
     return None
 
 
-def _fp8(decoder: Decoder, stored: Mapping[str, Tensor], leading: int) -> GpuMatrix | None:
+def _eight_bits(decoder: Decoder, stored: Mapping[str, Tensor], leading: int, form: int) -> GpuMatrix | None:
     values, declared = stored[decoder.values], decoder.format.stored[1]
     scales = stored[declared.suffix]
     if scales.dtype not in _FLOATS or bool(scales.isinf().any()):
@@ -89,10 +98,19 @@ def _fp8(decoder: Decoder, stored: Mapping[str, Tensor], leading: int) -> GpuMat
         row, column = scales.stride(leading), scales.stride(leading + 1)
     if columns % _SHORTEST:
         return None
+    words = values.view(torch.uint8) if form == E4M3 else values
     return GpuMatrix(
-        E4M3, values.view(torch.uint8), scales, scales, n, k, k, row if rows else 0, column if columns else 0, rows,
-        columns, False,
-    )  # fmt: skip
+        form, words, scales, scales, n, k, k, row if rows else 0, column if columns else 0, rows, columns, False
+    )
+
+
+def _mxfp8(decoder: Decoder, stored: Mapping[str, Tensor]) -> GpuMatrix | None:
+    values, exponents = (s.suffix for s in decoder.format.stored[:2])
+    if decoder.blocks[exponents] != (1, 32):
+        return None
+    words, scales = stored[values].view(torch.uint8), stored[exponents]
+    n, k = words.shape[-2:]
+    return GpuMatrix(E4M3, words, scales, scales, n, k, k, scales.shape[-1], 1, 1, 32, False)
 
 
 def _four_bits(decoder: Decoder, stored: Mapping[str, Tensor], form: int) -> GpuMatrix | None:
@@ -111,4 +129,17 @@ def _four_bits(decoder: Decoder, stored: Mapping[str, Tensor], form: int) -> Gpu
     return GpuMatrix(
         form, values, scales, factor, n, 2 * width, width, scales.shape[-1], 1, 1, 0 if form == NVFP4 else group,
         divides,
+    )  # fmt: skip
+
+
+def _rows(decoder: RowsDecoder, stored: Mapping[str, Tensor]) -> GpuMatrix | None:
+    codes, words, order = stored[".codes"], stored[".scales"], stored.get(".order")
+    if bool(decoder.scales(words).isinf().any()):
+        return None
+    form = INT4 if decoder.bits == 4 else INT8_ZEROS if decoder.points else INT8
+    scales = words.view(torch.float32)[..., 0]
+    return GpuMatrix(
+        form, codes if form == INT4 else codes.view(torch.int8), scales, scales, codes.shape[-2], decoder.k,
+        codes.shape[-1], scales.stride(-2), scales.stride(-1), 1, decoder.group, False,
+        None if order is None else order.long(),
     )  # fmt: skip

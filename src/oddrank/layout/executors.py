@@ -69,7 +69,7 @@ RUNTIME = Executor(
         "gpt_oss",
         "glm4_moe",
     ),
-    formats=("dense", "fp8", "int4", "int8", "mxfp4", "nvfp4"),
+    formats=("dense", "fp8", "int4", "int8", "mxfp4", "mxfp8", "nvfp4"),
     handles=("rms_norm", "slopes", "top_k"),
 )
 EXECUTORS: Mapping[str, Executor] = {e.name: e for e in (RUNTIME, VLLM)}

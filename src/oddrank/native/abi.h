@@ -8,11 +8,11 @@ namespace oddrank {
 // A stored matrix [n, k]. Python fills it through ctypes: keep native/compiled.py alike.
 struct Matrix {
   const uint8_t *values;  // row-major, as stored
-  const uint8_t *scales;  // fp8: fp32; nvfp4: e4m3 a byte; mxfp4: exponents + 127, a byte; int4: below; else unused
+  const uint8_t *scales;  // fp8: fp32; nvfp4: e4m3 a byte; mxfp4, mxfp8: exponents + 127, a byte; integers: below; else unused
   int64_t n, k;
   int64_t row_bytes;           // from a row of values to the next
-  int64_t scale_row;           // scales in a row of them; int4: bytes
-  int64_t block_n, block_k;    // rows and columns that an fp8 scale covers, 0: all; int4: columns, 32, 64 or 128
+  int64_t scale_row;           // scales in a row of them; integers: bytes
+  int64_t block_n, block_k;    // rows and columns that an fp8 scale covers, 0: all; integers: columns, 32, 64 or 128
   float factor;                // multiplies every element
   int32_t format;
   int32_t exact;               // 0: products may round x, to bf16 or finer
@@ -21,8 +21,12 @@ struct Matrix {
 };
 
 // INT4: (code - zero) * scale, codes of 0 to 15, two a byte, the low nibble first. A scale and its zero are a word: fp32
-// whose low byte is the zero, 0 to 16, and no part of the number. Scales are at most 2^40.
-enum Format : int32_t { BF16 = 0, F16 = 1, E4M3 = 2, NVFP4 = 3, MXFP4 = 4, INT4 = 5, FORMATS = 6 };
+// whose low byte is the zero, 0 to 16, and no part of the number. INT8: signed bytes times fp32 scales. INT8_ZEROS:
+// (byte - zero) * scale, a word after each scale: the zero, -128 to 128, in its low half and 128 times it in the other.
+// Scales are at most 2^40.
+enum Format : int32_t {
+  BF16 = 0, F16 = 1, E4M3 = 2, NVFP4 = 3, MXFP4 = 4, INT4 = 5, INT8 = 6, INT8_ZEROS = 7, MXFP8 = 8, FORMATS = 9
+};
 
 struct Gemm;  // products with many x, see gemm_abi.h
 

@@ -18,6 +18,9 @@ inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
+inline Vec widened(const uint8_t *p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))));
+}
 constexpr int AHEAD = 2048;
 inline void fetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p), _MM_HINT_T0); }
 
@@ -109,19 +112,24 @@ struct Nvfp4 : E2m1 {
   }
 };
 
-// The words of a group's scales in the lanes' order, eight columns a lane.
-template <int COLUMNS>
-inline __m512i int4_words(const uint8_t *p) {
+// The words of a group's scales in the lanes' order, eight columns a lane. EACH: words of a scale, of which `which`.
+template <int COLUMNS, int EACH = 1>
+inline __m512i group_words(const uint8_t *p, int which = 0) {
   if constexpr (COLUMNS == 128) {
     int32_t one;
-    __builtin_memcpy(&one, p, 4);
+    __builtin_memcpy(&one, p + 4 * which, 4);
     return _mm512_set1_epi32(one);
-  } else if constexpr (COLUMNS == 64) {
-    const __m512i two = _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
-    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), two);
   } else {
-    const __m512i four = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
-    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), four);
+    constexpr int BYTES = 4 * EACH * 128 / COLUMNS;
+    const __m128i *at = reinterpret_cast<const __m128i *>(p);
+    __m512i words;
+    if constexpr (BYTES == 8) words = _mm512_castsi128_si512(_mm_loadl_epi64(at));
+    if constexpr (BYTES == 16) words = _mm512_castsi128_si512(_mm_loadu_si128(at));
+    if constexpr (BYTES == 32) words = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+    const __m512i scale = COLUMNS == 64 ? _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)
+                                        : _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const __m512i place = EACH == 1 ? scale : _mm512_add_epi32(_mm512_add_epi32(scale, scale), _mm512_set1_epi32(which));
+    return _mm512_permutexvar_epi32(place, words);
   }
 }
 
@@ -146,7 +154,7 @@ struct Int4 {
     }
   }
   static inline void scales(const uint8_t *p, Vec factor, Vec (&scale)[1], Seen &seen) {
-    const __m512i words = int4_words<COLUMNS>(p);
+    const __m512i words = group_words<COLUMNS>(p);
     scale[0] = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_andnot_si512(_mm512_set1_epi32(255), words)), factor);
     seen.zero = _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(255)));
   }

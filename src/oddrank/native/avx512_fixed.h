@@ -1,9 +1,10 @@
-// Products of 4-bit numbers by 16-bit integers in AVX-512 with VNNI, see fixed_x.h.
+// Products by 16-bit integers in AVX-512 with VNNI, see fixed_x.h.
 //
 // 64 bytes are GROUP columns, eight blocks of 16: a 32-bit lane has half a block, columns 8 i to 8 i + 7 of lane i. One
 // look-up makes signed bytes of the low nibbles, one of the high; words that have one of them on top (256 times the
 // number) are multiplied by x's words, four times two to a lane. Codes of int4 need no look-up and are words as they are;
-// a lane's zero point is multiplied by the lane's sum of x. Scales are spread over the lanes.
+// a lane's zero point is multiplied by the lane's sum of x. Scales are spread over the lanes. Of int8 128 bytes are a
+// group, whose lanes are of the same columns.
 #pragma once
 #include "fixed_x.h"
 
@@ -32,21 +33,33 @@ inline __m512 fixed_scales(FixedMxfp4, const uint8_t *p) {
 
 template <int COLUMNS>
 inline __m512 fixed_scales(FixedInt4<COLUMNS>, const uint8_t *p) {
-  return _mm512_castsi512_ps(_mm512_andnot_si512(_mm512_set1_epi32(255), int4_words<COLUMNS>(p)));
+  return _mm512_castsi512_ps(_mm512_andnot_si512(_mm512_set1_epi32(255), group_words<COLUMNS>(p)));
 }
 
 // Each lane's zero point, and 256 times it.
 template <int COLUMNS>
 inline __m512i fixed_zeros(FixedInt4<COLUMNS>, const uint8_t *p) {
   const __m512i both = _mm512_broadcast_i32x4(_mm_setr_epi8(0, -1, -1, 0, 4, -1, -1, 4, 8, -1, -1, 8, 12, -1, -1, 12));
-  return _mm512_shuffle_epi8(int4_words<COLUMNS>(p), both);
+  return _mm512_shuffle_epi8(group_words<COLUMNS>(p), both);
 }
 
+template <int COLUMNS, bool ZEROS>
+inline __m512 fixed_scales(FixedInt8<COLUMNS, ZEROS>, const uint8_t *p) {
+  return _mm512_castsi512_ps(group_words<COLUMNS, ZEROS ? 2 : 1>(p));
+}
+
+template <int COLUMNS>
+inline __m512i fixed_zeros(FixedInt8<COLUMNS, true>, const uint8_t *p) {
+  return group_words<COLUMNS, 2>(p, 1);
+}
+
+template <int BITS>
 inline void fixed_sums(uint8_t *out) {
   const __m512i ones = _mm512_set1_epi16(1);
   __m512i total = _mm512_setzero_si512();
   for (int c = 0; c < 4; c++) total = _mm512_sub_epi32(total, _mm512_madd_epi16(_mm512_load_si512(out + 64 * c), ones));
-  const __m512i low = _mm512_and_si512(total, _mm512_set1_epi32(255)), high = _mm512_slli_epi32(_mm512_srai_epi32(total, 8), 16);
+  const __m512i low = _mm512_and_si512(total, _mm512_set1_epi32((1 << BITS) - 1));
+  const __m512i high = _mm512_slli_epi32(_mm512_srai_epi32(total, BITS), 16);
   _mm512_store_si512(out + 256, _mm512_or_si512(low, high));
 }
 
@@ -91,6 +104,20 @@ inline INLINE void fixed_weights(S, const uint8_t *p, __m512i (&w)[4]) {
   w[1] = _mm512_slli_epi16(odd, 8);
   w[2] = _mm512_and_si512(even, upper);
   w[3] = _mm512_and_si512(odd, upper);
+}
+
+// Eight bytes of each lane -> words, the first and the fifth, the second and the sixth, ...
+template <int COLUMNS, bool ZEROS>
+inline INLINE void fixed_weights(FixedInt8<COLUMNS, ZEROS>, const uint8_t *p, __m512i (&w)[4]) {
+  const __m512i a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(p + 64);
+  const __m512i four = _mm512_setr_epi32(0x020000, 0x060004, 0x0a0008, 0x0e000c, 0x120010, 0x160014, 0x1a0018, 0x1e001c,
+                                         0x220020, 0x260024, 0x2a0028, 0x2e002c, 0x320030, 0x360034, 0x3a0038, 0x3e003c);
+  const __m512i first = _mm512_permutex2var_epi16(a, four, b);
+  const __m512i second = _mm512_permutex2var_epi16(a, _mm512_add_epi16(four, _mm512_set1_epi16(1)), b);
+  w[0] = _mm512_srai_epi16(_mm512_slli_epi16(first, 8), 8);
+  w[1] = _mm512_srai_epi16(first, 8);
+  w[2] = _mm512_srai_epi16(_mm512_slli_epi16(second, 8), 8);
+  w[3] = _mm512_srai_epi16(second, 8);
 }
 
 // Adds the products of GROUP columns with N x to their sums.

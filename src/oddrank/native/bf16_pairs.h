@@ -1,4 +1,4 @@
-// Products of bf16 and e4m3 weights with x in bf16, by pairs: what matrices that are not `exact` take where the CPU has
+// Products of bf16, e4m3 and MXFP8 weights with x in bf16, by pairs: what matrices that are not `exact` take where the CPU has
 // them (AVX-512 BF16). Weights are exact in bf16; only x is rounded, to the nearest bf16. Sums are in fp32.
 //
 // A row is taken in groups of 64 columns, two vectors of pairs. Several x: a tile of their columns at a time, which stays
@@ -17,9 +17,10 @@ static_assert(SEGMENTS == PAIRS_GROUP, "abi.h tells matrices that are taken here
 inline __m512bh as_pairs(__m512i v) { return __m512bh(v); }
 
 // Group of 64 columns -> two vectors of pairs. `order` puts an arranged x in the same order. WIDE: the most x that four rows
-// take at once; ROWS: that take more.
+// take at once; ROWS: that take more. POWERS: whether a group has two scales in e8m0, of 32 columns each.
 struct PairsBf16 {
   static constexpr int BYTES = 128, WIDE = 6, ROWS = 3;
+  static constexpr bool POWERS = false;
   inline INLINE void operator()(const uint8_t *p, __m512i (&w)[2]) const {
     w[0] = _mm512_loadu_si512(p);
     w[1] = _mm512_loadu_si512(p + 64);
@@ -47,6 +48,7 @@ constexpr E4m3Bytes e4m3_bytes;  // known when compiled: nothing here may run be
 
 struct PairsE4m3 {
   static constexpr int BYTES = 64, WIDE = 4, ROWS = 2;
+  static constexpr bool POWERS = false;
   const __m512i low0 = _mm512_load_si512(e4m3_bytes.low), low1 = _mm512_load_si512(e4m3_bytes.low + 64);
   const __m512i high0 = _mm512_load_si512(e4m3_bytes.high), high1 = _mm512_load_si512(e4m3_bytes.high + 64);
   inline INLINE void operator()(const uint8_t *p, __m512i (&w)[2]) const {
@@ -64,16 +66,28 @@ struct PairsE4m3 {
   }
 };
 
+struct PairsMxfp8 : PairsE4m3 {
+  static constexpr bool POWERS = true;
+};
+
+// Of a group's pairs lanes 0 to 7 are of its first 32 columns.
+inline INLINE Vec pairs_powers(const uint8_t *codes) {
+  return _mm512_mask_blend_ps(0xff00, set1(power(codes[0])), set1(power(codes[1])));
+}
+
 inline int64_t pairs_groups(int64_t k) { return (k + PAIRS_GROUP - 1) / PAIRS_GROUP; }
 
-// Adds the products of groups [begin, end) of R rows with N x to their sums.
+// Adds the products of groups [begin, end) of R rows with N x to their sums. codes: of POWERS, a row's.
 template <class F, int R, int N>
-inline INLINE void pairs_groups_product(const F &decode, const uint8_t *const (&rows)[R], const uint8_t *const (&x)[N],
-                                        int64_t begin, int64_t end, int64_t ahead, Vec (&sums)[R][N]) {
+inline INLINE void pairs_groups_product(const F &decode, const uint8_t *const (&rows)[R], const uint8_t *const (&codes)[R],
+                                        const uint8_t *const (&x)[N], int64_t begin, int64_t end, int64_t ahead,
+                                        Vec (&sums)[R][N]) {
   for (int64_t g = begin; g < end; g++) {
     __m512i w[R][2];
+    Vec scales[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
+      if constexpr (F::POWERS) scales[r] = pairs_powers(codes[r] + 2 * g);
       fetch(rows[r] + g * F::BYTES + ahead);
       if (F::BYTES > 64) fetch(rows[r] + g * F::BYTES + ahead + 64);
       decode(rows[r] + g * F::BYTES, w[r]);
@@ -82,6 +96,14 @@ inline INLINE void pairs_groups_product(const F &decode, const uint8_t *const (&
     for (int n = 0; n < N; n++) {
       const __m512i *at = reinterpret_cast<const __m512i *>(x[n] + g * 128);
       const __m512i first = _mm512_load_si512(at), second = _mm512_load_si512(at + 1);
+      if constexpr (F::POWERS) {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+          const Vec some = _mm512_dpbf16_ps(zero(), as_pairs(w[r][0]), as_pairs(first));
+          sums[r][n] = fma(_mm512_dpbf16_ps(some, as_pairs(w[r][1]), as_pairs(second)), scales[r], sums[r][n]);
+        }
+        continue;
+      }
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], as_pairs(w[r][0]), as_pairs(first));
 #pragma GCC unroll 4
@@ -90,36 +112,57 @@ inline INLINE void pairs_groups_product(const F &decode, const uint8_t *const (&
   }
 }
 
+// The sums across sixteen vectors, `step` apart: 45 operations, where one alone takes 9.
+inline Vec sums_across(const Vec *v, int step) {
+  Vec a[8], b[4];
+  for (int i = 0; i < 8; i++) {
+    const Vec first = v[2 * i * step], second = v[(2 * i + 1) * step];
+    a[i] = add(_mm512_unpacklo_ps(first, second), _mm512_unpackhi_ps(first, second));
+  }
+  for (int i = 0; i < 4; i++) {
+    const __m512d first = _mm512_castps_pd(a[2 * i]), second = _mm512_castps_pd(a[2 * i + 1]);
+    b[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)), _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+  }  // b[i]: in each quarter what is there of the sums 4 * i to 4 * i + 3
+  const Vec low = add(_mm512_shuffle_f32x4(b[0], b[1], 0x88), _mm512_shuffle_f32x4(b[0], b[1], 0xdd));
+  const Vec high = add(_mm512_shuffle_f32x4(b[2], b[3], 0x88), _mm512_shuffle_f32x4(b[2], b[3], 0xdd));
+  return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
+
 // R rows times N x, groups [begin, end): `all` are the scaled sums so far.
 template <class F, int R, int N>
 inline INLINE void pairs_tile(const Matrix &a, const F &decode, int64_t row, const uint8_t *const (&x)[N], int64_t begin,
                               int64_t end, int64_t ahead, Vec (*all)[N]) {
-  const int64_t whole = a.k / PAIRS_GROUP, each = a.format == E4M3 && a.block_k ? a.block_k / PAIRS_GROUP : end;
-  const uint8_t *rows[R];
+  const int64_t whole = a.k / PAIRS_GROUP, block = a.format == E4M3 ? a.block_k / PAIRS_GROUP : 0;
+  const int64_t each = block ? block : end;
+  const uint8_t *rows[R], *codes[R];
   const float *scales[R];
   for (int r = 0; r < R; r++) {
     rows[r] = a.values + (row + r) * a.row_bytes;
+    codes[r] = a.scales + (row + r) * a.scale_row;
     scales[r] = a.format == E4M3 ? segment_scales(a, row + r) : nullptr;
   }
   Vec sums[R][N];
-  for (int64_t g = begin; g < end;) {
-    const int64_t next = (g / each + 1) * each, stop = next < end ? next : end;
+  int64_t segment = begin / each;  // begins there
+  for (int64_t g = begin; g < end; segment++) {
+    const int64_t next = (segment + 1) * each, stop = next < end ? next : end;
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
       for (int n = 0; n < N; n++) sums[r][n] = zero();
-    pairs_groups_product<F, R, N>(decode, rows, x, g, stop < whole ? stop : whole, ahead, sums);
+    pairs_groups_product<F, R, N>(decode, rows, codes, x, g, stop < whole ? stop : whole, ahead, sums);
     if (stop > whole && g <= whole) {
-      alignas(64) uint8_t last[R][F::BYTES] = {};
-      const uint8_t *from[R];
+      alignas(64) uint8_t last[R][F::BYTES] = {}, last_codes[R][2] = {};
+      const uint8_t *from[R], *codes_from[R];
       for (int r = 0; r < R; r++) {
+        if constexpr (F::POWERS) std::memcpy(last_codes[r], codes[r] + 2 * whole, size_t(a.scale_row - 2 * whole));
+        codes_from[r] = last_codes[r] - 2 * whole;
         std::memcpy(last[r], rows[r] + whole * F::BYTES, size_t(a.row_bytes - whole * F::BYTES));
         from[r] = last[r] - whole * F::BYTES;
       }
-      pairs_groups_product<F, R, N>(decode, from, x, whole, stop, 0, sums);
+      pairs_groups_product<F, R, N>(decode, from, codes_from, x, whole, stop, 0, sums);
     }
     for (int r = 0; r < R; r++) {
-      const Vec scale = set1(scales[r] ? scales[r][g / each] * a.factor : a.factor);
+      const Vec scale = set1(scales[r] ? scales[r][segment] * a.factor : a.factor);
       for (int n = 0; n < N; n++) all[r][n] = fma(sums[r][n], scale, all[r][n]);
     }
     g = stop;
@@ -148,8 +191,12 @@ void pairs_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int6
       if constexpr (R > 1)
         for (; r < rows; r++) pairs_tile<F, 1, N>(a, decode, row + r, x, t, stop, ahead, all + r);
     }
-    for (int r = 0; r < rows; r++)
-      for (int n = 0; n < N; n++) y[n * stride + row + r - begin] = sum(all[r][n]);
+    for (int r = rows; r % 16; r++)
+      for (int n = 0; n < N; n++) all[r][n] = zero();
+    for (int r = 0; r < rows; r += 16) {
+      const __mmask16 some = rows - r < 16 ? __mmask16((1 << (rows - r)) - 1) : __mmask16(-1);
+      for (int n = 0; n < N; n++) _mm512_mask_storeu_ps(y + n * stride + row + r - begin, some, sums_across(all[r] + n, N));
+    }
   }
 }
 
@@ -190,7 +237,7 @@ void pairs_arrange_as(const float *x, int64_t k, uint8_t *out) {
 }
 
 bool paired(const Matrix &a) {
-  return !a.exact && (a.format == BF16 || (a.format == E4M3 && a.block_k % PAIRS_GROUP == 0));
+  return !a.exact && (a.format == BF16 || a.format == MXFP8 || (a.format == E4M3 && a.block_k % PAIRS_GROUP == 0));
 }
 
 int64_t pairs_arranged(const Matrix &a) { return (2 * pairs_groups(a.k) + 1) * 64 * (pairs_groups(a.k) > 0); }
@@ -202,8 +249,9 @@ void pairs_arrange(const Matrix &a, const float *x, int64_t m, int64_t stride, u
 
 void pairs_multiply(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
                     int64_t stride) {
-  a.format == BF16 ? pairs_multiply_as<PairsBf16>(a, x, m, begin, end, y, stride)
-                   : pairs_multiply_as<PairsE4m3>(a, x, m, begin, end, y, stride);
+  a.format == BF16    ? pairs_multiply_as<PairsBf16>(a, x, m, begin, end, y, stride)
+  : a.format == MXFP8 ? pairs_multiply_as<PairsMxfp8>(a, x, m, begin, end, y, stride)
+                      : pairs_multiply_as<PairsE4m3>(a, x, m, begin, end, y, stride);
 }
 
 }  // namespace

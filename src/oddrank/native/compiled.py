@@ -15,8 +15,21 @@ _FILE = Path(__file__).with_name("_kernels.so")
 CHOICE = "ODDRANK_KERNELS"
 """Environment variable: "torch" for no kernels of ours, or the name of a level (see `Library.levels`)."""
 
-FORMATS = ("bf16", "f16", "e4m3", "nvfp4", "mxfp4", "int4")
+FORMATS = ("bf16", "f16", "e4m3", "nvfp4", "mxfp4", "int4", "int8", "int8 with zeros", "mxfp8")
 """In the order of abi.h."""
+
+_SAMPLES = {
+    "bf16": (16, 0, 0),
+    "f16": (16, 0, 0),
+    "e4m3": (8, 128, 3),
+    "nvfp4": (4, 16, 18),
+    "mxfp4": (4, 32, 9),
+    "int4": (4, 32, 36),
+    "int8": (8, 32, 36),
+    "int8 with zeros": (8, 32, 72),
+    "mxfp8": (8, 32, 9),
+}
+"""Of a small matrix of 288 columns: bits of a value, columns of a scale, `scale_row`."""
 
 log = logging.getLogger(__name__)
 
@@ -135,16 +148,19 @@ class Library:
 
     def _sample(self, level: str, form: int, exact: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         n, k, m = 5, 288, 2
+        bits, block, scale_row = _SAMPLES[FORMATS[form]]
         draw = np.random.default_rng(form)
-        values = draw.integers(0, 0x3C if form < 2 else 0x7F, (n, 2 * k), np.uint8)
-        scales = draw.uniform(0.5, 2, n * k).astype(np.float32) if form in (2, 5) else np.full(n * k, 0x7E, np.uint8)
-        if form == 5:
-            scales = scales.view(np.uint32) & ~np.uint32(255) | draw.integers(0, 17, n * k, np.uint32)
+        values = draw.integers(0, 0x3C if bits == 16 else 0x7F, (n, 2 * k), np.uint8)
+        words = draw.uniform(0.5, 2, n * k).astype(np.float32).view(np.uint32)
+        if form == FORMATS.index("int4"):
+            words = words & ~np.uint32(255) | draw.integers(0, 17, n * k, np.uint32)
+        elif form == FORMATS.index("int8 with zeros"):
+            words[1::2] = draw.integers(0, 129, n * k // 2, np.uint32) * 0x800001
+        scales = np.full(n * k, 0x7E, np.uint8) if FORMATS[form].startswith(("nv", "mx")) else words
         x = draw.uniform(-1, 1, (m, k)).astype(np.float32)
-        row = (2 * k, 2 * k, k, k // 2, k // 2, k // 2)[form]
-        block = (0, 0, 128, 16, 32, 32)[form]
-        scale_row = (0, 0, 3, k // 16, k // 32, k // 8)[form]
-        matrix = Matrix(values.ctypes.data, scales.ctypes.data, n, k, row, scale_row, 1, block, 0.01, form, exact)
+        matrix = Matrix(
+            values.ctypes.data, scales.ctypes.data, n, k, bits * k // 8, scale_row, 1, block, 0.01, form, exact
+        )
         self._use(self.levels.index(level))
         found = []
         for rows in (x, x[:1]):

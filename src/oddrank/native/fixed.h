@@ -1,4 +1,4 @@
-// Products of 4-bit numbers by integers, see fixed_x.h: over the words and the groups of one level, which are included before.
+// Products by integers, see fixed_x.h: over the words and the groups of one level, which are included before.
 #pragma once
 
 namespace oddrank {
@@ -56,7 +56,7 @@ void arrange_fixed(const float *x, int64_t k, uint8_t *out) {
     } else {
       std::memset(to, 0, S::WORDS);  // zeros, or NaN
     }
-    if constexpr (S::ZEROS) fixed_sums(to);
+    if constexpr (S::ZEROS) fixed_sums<S::SUM_BITS>(to);
   }
   for (int64_t b = 0; b < blocks; b++)
     if (scales[b] > 0) scales[b] = float(std::ldexp(double(scales[b]) / 32767, shift));
@@ -78,7 +78,7 @@ constexpr int FIXED_ROWS = 32;  // rows that take a tile of x before the next on
 
 template <class S, int N>
 void fixed_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int64_t end, float *y, int64_t stride) {
-  constexpr int BYTES = S::GROUP / 2, TILE_GROUPS = 2 * S::GROUPS;  // of eight x about half of the first cache
+  constexpr int BYTES = S::BYTES, TILE_GROUPS = 2 * S::GROUPS;  // of eight x about half of the first cache
   const int64_t count = S::groups(a.k), full = a.k / S::GROUP, tile = N == 1 ? count : TILE_GROUPS;
   const int64_t ahead = N == 1 ? AHEAD : 4 * a.row_bytes;  // of a tile: the same columns of later rows
   const int64_t x_scales = count * S::WORDS;
@@ -96,7 +96,7 @@ void fixed_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int6
         for (int64_t g = t; g < stop;) {
           const int64_t block = g / S::GROUPS, next = (block + 1) * S::GROUPS, scale = x_scales + block * 4;
           for (; g < next && g < whole; g++) {
-            fetch(values + g * BYTES + ahead);
+            for (int line = 0; line < BYTES; line += 64) fetch(values + g * BYTES + ahead + line);
             fixed_group<S, N>(values + g * BYTES, codes + g * S::SCALE_BYTES, x, g * S::WORDS, scale, sums);
           }
           if (g < next && g < stop) {
@@ -145,13 +145,25 @@ void multiply_fixed(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t
   }
 }
 
-bool fixed(const Matrix &a) { return !a.exact && (a.format == NVFP4 || a.format == MXFP4 || a.format == INT4); }
+bool fixed(const Matrix &a) {
+  const int32_t f = a.format;
+  return !a.exact && (f == NVFP4 || f == MXFP4 || f == INT4 || f == INT8 || f == INT8_ZEROS);
+}
+
+template <bool ZEROS, class Call>
+auto with_fixed_int8(const Matrix &a, Call f) {
+  return a.block_k == 32   ? f(FixedInt8<32, ZEROS>())
+         : a.block_k == 64 ? f(FixedInt8<64, ZEROS>())
+                           : f(FixedInt8<128, ZEROS>());
+}
 
 // Calls f with a value of the matrix's type.
 template <class Call>
 auto with_fixed(const Matrix &a, Call f) {
   if (a.format == NVFP4) return f(FixedNvfp4());
   if (a.format == MXFP4) return f(FixedMxfp4());
+  if (a.format == INT8) return with_fixed_int8<false>(a, f);
+  if (a.format == INT8_ZEROS) return with_fixed_int8<true>(a, f);
   return a.block_k == 32 ? f(FixedInt4<32>()) : a.block_k == 64 ? f(FixedInt4<64>()) : f(FixedInt4<128>());
 }
 

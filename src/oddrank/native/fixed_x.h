@@ -1,18 +1,18 @@
-// Products of 4-bit numbers by integers: what a level's matrices that are not `exact` take.
+// Products of 4-bit numbers and 8-bit integers by integers: what a level's matrices that are not `exact` take.
 //
 // x becomes 16-bit integers, scaled by blocks of BLOCK columns: x = integer * scale, off by at most 2^-16 of the block's
 // largest |x| (bf16 would round each by up to 2^-8 of it). Twice an e2m1 number is an integer, so a block's product is one too and
-// exact, and so are the codes and zero points of int4; it is converted once, multiplied by both scales and summed in fp32. (Here a block is one of BLOCK columns of x; its weights
+// exact, and so are codes and zero points; it is converted once, multiplied by both scales and summed in fp32. (Here a block is one of BLOCK columns of x; its weights
 // have scales of 16 to 128 columns each.)
 //
-// An arranged x: GROUP words a group, in the order of the level's weights, for int4 followed by minus the sum of those of
-// each lane, as two words, the second in units of 256; then a float a block, scale times a power of two that keeps all
+// An arranged x: GROUP words a group, in the order of the level's weights, where there are zero points followed by minus
+// the sum of those of each lane, as two words, the second in units of 2^SUM_BITS; then a float a block, scale times a power of two that keeps all
 // products in range; then a double that takes that power back. A block that is not finite has NaN for its scale.
 //
 // Included once by each level's file that has such products (and AVX2 at least), after
 //
 //   fixed_words(x, inverse, out)    the words of GROUP numbers that multiplied by `inverse` are at most 32767
-//   fixed_sums(out)                 the sums of those words, behind them
+//   fixed_sums<BITS>(out)           the sums of those words, behind them
 //   fixed_scales(S(), p)            1 / UNIT times a group's scales, in the lanes' order
 //   fixed_group<S, N>(p, s, x, words, scales, sums)    adds a group's products with N x to their sums
 #pragma once
@@ -41,7 +41,9 @@ struct FixedX {
 // EARLY: whether products are multiplied by the scale of x before that of the weights, each, or afterwards, a block's sum.
 // LEAST, MOST: between which powers of two the largest scale of x is brought. INTEGER: how often the number the integers
 // of the weights are. CODES: whether scales are codes, some of which are not numbers. ZEROS: whether there are zero points.
+// BYTES: of a group's weights.
 struct FixedNvfp4 : FixedX<256> {
+  static constexpr int BYTES = 64;
   static constexpr bool EARLY = false, CODES = true, ZEROS = false;
   static constexpr int INTEGER = 512;  // words are 256 times twice the weights
   static constexpr int SCALE_BYTES = 8, LEAST = 90, MOST = 90;
@@ -53,6 +55,7 @@ struct FixedNvfp4 : FixedX<256> {
 };
 
 struct FixedMxfp4 : FixedX<256> {
+  static constexpr int BYTES = 64;
   static constexpr bool EARLY = true, CODES = true, ZEROS = false;  // its scales alone reach over all of fp32
   static constexpr int INTEGER = 512;
   static constexpr int SCALE_BYTES = 4, LEAST = -75, MOST = 45;
@@ -64,8 +67,16 @@ struct FixedMxfp4 : FixedX<256> {
 template <int COLUMNS>
 struct FixedInt4 : FixedX<256 + 4 * WIDTH> {
   static constexpr bool EARLY = false, CODES = false, ZEROS = true;
-  static constexpr int INTEGER = 1;
+  static constexpr int BYTES = 64, INTEGER = 1, SUM_BITS = 8;
   static constexpr int SCALE_BYTES = 4 * GROUP / COLUMNS, LEAST = 45, MOST = 45;  // a block's sum is up to 2^68 before
+  static constexpr double UNIT = 1;
+};
+
+template <int COLUMNS, bool ZEROS_>
+struct FixedInt8 : FixedX<256 + (ZEROS_ ? 4 * WIDTH : 0)> {
+  static constexpr bool EARLY = false, CODES = false, ZEROS = ZEROS_;
+  static constexpr int BYTES = 128, INTEGER = 1, SUM_BITS = 7;  // 128 times a zero point is a word
+  static constexpr int SCALE_BYTES = (ZEROS ? 8 : 4) * 128 / COLUMNS, LEAST = 45, MOST = 45;  // up to 2^69 before
   static constexpr double UNIT = 1;
 };
 

@@ -1,7 +1,8 @@
 // The kernels, over the vectors and the decoders of one level; included once by each level's file, which defines before
 //
 //   Vec, WIDTH          a vector of fp32 and how many; load, store, zero, set1, add, mul, fma(a, b, c) = a * b + c, sum
-//   Bf16, Half, E4m3, Nvfp4, Mxfp4, Int4<columns of a scale>    the decoders
+//   Bf16, Half, E4m3, Nvfp4, Mxfp4, Int4<columns of a scale>, Int8<columns, whether zeros>, Mxfp8
+//                       the decoders
 //
 // A decoder takes a row a group at a time: GROUP columns in BYTES bytes become GROUP / WIDTH vectors, unscaled, given to
 // `take` as they are made: more than two or three are never alive, for the sake of registers. Which column a lane of a
@@ -39,7 +40,7 @@ struct RowReader {
   const uint8_t *values, *scales;
   int64_t full;  // groups that are whole
   alignas(64) uint8_t last[F::BYTES];
-  uint8_t last_scales[16];
+  uint8_t last_scales[32];
 
   RowReader(const Matrix &a, int64_t row) {
     values = a.values + row * a.row_bytes;
@@ -298,6 +299,11 @@ void with_format(const Matrix &a, Call f) {
     case NVFP4: return f(Nvfp4());
     case MXFP4: return f(Mxfp4());
     case INT4: return a.block_k == 32 ? f(Int4<32>()) : a.block_k == 64 ? f(Int4<64>()) : f(Int4<128>());
+    case MXFP8: return f(Mxfp8());
+    case INT8:
+      return a.block_k == 32 ? f(Int8<32, false>()) : a.block_k == 64 ? f(Int8<64, false>()) : f(Int8<128, false>());
+    case INT8_ZEROS:
+      return a.block_k == 32 ? f(Int8<32, true>()) : a.block_k == 64 ? f(Int8<64, true>()) : f(Int8<128, true>());
   }
 }
 

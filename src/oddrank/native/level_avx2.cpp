@@ -22,6 +22,9 @@ inline float sum(Vec v) {
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
+inline Vec widened(const uint8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
+}
 constexpr int AHEAD = 2048;  // bytes: about what memory takes to answer
 inline void fetch(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p), _MM_HINT_T0); }
 
@@ -206,6 +209,8 @@ struct Mxfp4 : E2m1 {
 }  // namespace
 }  // namespace oddrank
 
+#include "int8.h"
+#include "mxfp8.h"
 #include "kernels.h"
 #include "gemm.h"
 

@@ -1,6 +1,8 @@
 // AVX-512 F, BW, VL, DQ.
 #if defined(__x86_64__)
 #include "avx512_decoders.h"
+#include "int8.h"
+#include "mxfp8.h"
 #include "kernels.h"
 #include "gemm.h"
 

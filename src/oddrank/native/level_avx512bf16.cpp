@@ -1,11 +1,13 @@
 // AVX-512 with products of bf16 pairs (BF16), of integers (VNNI) and look-ups of 128 bytes (VBMI).
 #if defined(__x86_64__)
 #include "avx512_decoders.h"
+#include "int8.h"
+#include "mxfp8.h"
 #include "kernels.h"
 #include "gemm.h"
 
 #include "avx512_fixed.h"
-#include "bf16_pairs.h"
+#include "bf16_lanes.h"
 
 namespace oddrank {
 namespace {
@@ -18,9 +20,10 @@ void arrange_here(const Matrix &a, const float *x, int64_t m, int64_t stride, ui
 
 void multiply_here(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
                    int64_t stride) {
-  fixed(a)    ? fixed_multiply(a, x, m, begin, end, y, stride)
-  : paired(a) ? pairs_multiply(a, x, m, begin, end, y, stride)
-              : multiply(a, x, m, begin, end, y, stride);
+  fixed(a)         ? fixed_multiply(a, x, m, begin, end, y, stride)
+  : !paired(a)     ? multiply(a, x, m, begin, end, y, stride)
+  : m < LANES_FROM ? pairs_multiply(a, x, m, begin, end, y, stride)
+                   : lanes_multiply(a, x, m, begin, end, y, stride);
 }
 
 bool decoded_here(const Matrix &a) { return !fixed(a) && !paired(a); }

@@ -39,6 +39,11 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 inline float sum(Vec a) {
   return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
 }
+inline Vec widened(const uint8_t *p) {
+  Vec r;
+  for (int i = 0; i < WIDTH; i++) r.v[i] = float(int8_t(p[i]));
+  return r;
+}
 constexpr int AHEAD = 0;
 inline void fetch(const uint8_t *) {}
 
@@ -171,6 +176,8 @@ struct Mxfp4 : E2m1 {
 }  // namespace
 }  // namespace oddrank
 
+#include "int8.h"
+#include "mxfp8.h"
 #include "kernels.h"
 #include "gemm.h"
 

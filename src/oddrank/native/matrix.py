@@ -17,7 +17,10 @@ _THREADED_BYTES, _THREADED_ROWS = 1 << 18, 64
 time in which one reads so much."""
 
 _LARGEST_SCALE = 2.0**40
-"""Of int4: so that sums of its integers stay in fp32's range."""
+"""Of integers: so that sums of them stay in fp32's range."""
+
+_INT8_COLUMNS = 128
+"""Columns of a scale of int8 that covers all of a row's: a group, as the kernels take it."""
 
 _DENSE = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _SEGMENT = 32
@@ -35,6 +38,7 @@ class Decodes(Protocol):
 class DecodesRows(Decodes, Protocol):
     """oddrank.runtime.formats.rows.RowsDecoder."""
 
+    bits: int
     group: int
     k: int
 
@@ -43,8 +47,8 @@ class NativeMatrix:
     """A matrix [n, k] in the caller's memory: `tensors` are kept as long as this is.
 
     Of an exact one products are rounded in fp32 only. Else kernels may round x first, by no more than 2^-16 of the
-    largest |x| of 512 columns (4-bit formats), which is finer than bf16, or to bf16 where the CPU multiplies that
-    (level avx512bf16; bf16 and e4m3).
+    largest |x| of 512 columns (4-bit formats and integers), which is finer than bf16, or to bf16 where the CPU
+    multiplies that (level avx512bf16; bf16, e4m3 and MXFP8).
     """
 
     def __init__(self, found: Library, matrix: Matrix, tensors: list[Tensor]) -> None:
@@ -196,19 +200,40 @@ def _nvfp4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
     return _matrix("nvfp4", values, stored[blocks], 2 * values.shape[1], factor), [stored[blocks]]
 
 
-def _int4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
-    """Only as oddrank.runtime.formats.rows has it."""
-    if decoder.name != "int4-rows":
+def _rows(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
+    """Packed integers, only as oddrank.runtime.formats.rows has them."""
+    if not decoder.name.endswith("-rows"):
         return None
     rows = cast(DecodesRows, decoder)
     codes, words, order = stored[".codes"], stored[".scales"], stored.get(".order")
-    least, most = (float(extreme) for extreme in words.view(torch.float32).aminmax())
-    if not max(-least, most) < _LARGEST_SCALE:
+    numbers = words.view(torch.float32)
+    if not _moderate(numbers[..., 0]):
         return None
-    matrix = _matrix("int4", codes, words, rows.k)
+    form = "int4" if rows.bits == 4 else "int8 with zeros" if numbers.shape[-1] == 2 else "int8"
+    matrix = _matrix(form, codes, words, rows.k)
     matrix.scale_row, matrix.block_k = words[0].nbytes, rows.group
     matrix.order = None if order is None else order.data_ptr()
     return matrix, [words, *([] if order is None else [order])]
+
+
+def _int8(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
+    """W8A8's, with a scale for a row or for the whole matrix, which is written for every 128 columns."""
+    if decoder.name not in ("int8-channel", "int8-tensor"):
+        return _rows(decoder, stored)
+    values, scales = stored[decoder.format.stored[0].suffix], stored[decoder.format.stored[1].suffix].float()
+    n, k = values.shape
+    if not _moderate(scales):
+        return None
+    every = scales.reshape(-1, 1).expand(n, -(-k // _INT8_COLUMNS)).contiguous()
+    matrix = _matrix("int8", values, every, k)
+    matrix.scale_row, matrix.block_k = every[0].nbytes, _INT8_COLUMNS
+    return matrix, [every]
+
+
+def _moderate(scales: Tensor) -> bool:
+    """Whether the integer products' sums stay in range; no number does not."""
+    least, most = (float(extreme) for extreme in scales.aminmax())
+    return max(-least, most) < _LARGEST_SCALE
 
 
 def _mxfp4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
@@ -220,4 +245,11 @@ def _mxfp4(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
     return _matrix("mxfp4", values, stored[exponents], 2 * values.shape[1]), [stored[exponents]]
 
 
-_KINDS = {"dense": _dense, "fp8": _fp8, "nvfp4": _nvfp4, "mxfp4": _mxfp4, "int4": _int4}
+def _mxfp8(decoder: Decodes, stored: Mapping[str, Tensor]) -> Described:
+    values, exponents = (s.suffix for s in decoder.format.stored[:2])
+    if decoder.blocks[exponents] != (1, 32):
+        return None
+    return _matrix("mxfp8", stored[values], stored[exponents], stored[values].shape[1]), [stored[exponents]]
+
+
+_KINDS = {"dense": _dense, "fp8": _fp8, "nvfp4": _nvfp4, "mxfp4": _mxfp4, "mxfp8": _mxfp8, "int4": _rows, "int8": _int8}

@@ -16,7 +16,7 @@ import torch
 T = TypeVar("T")
 A = TypeVar("A")
 
-THREADED_CACHE = 1 << 20
+THREADED_CACHE = 1 << 18
 """Elements of a layer's keys from which attention is worth more than one thread."""
 
 

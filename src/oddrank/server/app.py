@@ -136,13 +136,17 @@ class _Watched:
             await self.app(scope, receive, send)
             return
         watch = scope.setdefault("state", {})["watch"] = Watch()
-        begun, status, whole = False, 0, False
+        begun, status, whole, gone = False, 0, False, False
 
         async def noting(message: Any) -> None:
-            nonlocal begun, status, whole
+            nonlocal begun, status, whole, gone
             if message["type"] == "http.response.start":
                 begun, status = True, message["status"]
-            await send(message)
+            try:
+                await send(message)
+            except (OSError, RuntimeError):  # the latter is uvloop's, where it closed the connection a moment ago
+                gone = True
+                raise
             whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         failed = None
@@ -151,6 +155,8 @@ class _Watched:
         except asyncio.CancelledError:
             raise
         except Exception as error:
+            if gone:
+                return
             failed = error
             log.exception("a request failed in the server itself")
             if not begun:
@@ -196,7 +202,7 @@ async def _answer(state: State, request: Request, make: Callable[[bytes, Watch],
     if answer.asked.stream:
         watch.stream = True
         first = answer.events()
-        return StreamingResponse(_sse(first, watch), media_type="text/event-stream")
+        return _Stream(_sse(first, watch), media_type="text/event-stream")
     return JSONResponse(await _unless_left(request, _whole(answer, watch)))
 
 
@@ -206,6 +212,16 @@ async def _whole(answer: Answer, watch: Watch) -> dict[str, Any]:
     except (RequestFailedError, RanksLostError) as error:
         watch.finish = "error"
         raise _of_ranks(error) from None
+
+
+class _Stream(StreamingResponse):
+    """Ends what it streams when it cannot be sent, rather than whenever that is collected as garbage."""
+
+    async def stream_response(self, send: Any) -> None:
+        try:
+            await super().stream_response(send)
+        finally:
+            await self.body_iterator.aclose()  # type: ignore[attr-defined]
 
 
 async def _sse(events: AsyncIterator[dict[str, Any]], watch: Watch) -> AsyncIterator[bytes]:

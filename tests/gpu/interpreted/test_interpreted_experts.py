@@ -23,6 +23,12 @@ FORMS = [
     Case("nvfp4"),
     Case("nvfp4-ct"),
     Case("mxfp4"),
+    Case("int4-rows", (1, 32)),
+    Case("int4-rows", (1, 128)),
+    Case("int8-rows", (1, 32)),
+    Case("int8-rows-symmetric", (1, 64)),
+    Case("int8-channel"),
+    Case("mxfp8"),
 ]
 Numbers = np.ndarray
 

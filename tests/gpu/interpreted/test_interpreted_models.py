@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from runtime.quantized import test_integer_models as integers
 from runtime.quantized.hybrids import distance
 from runtime.quantized.test_quantized_models import TOKENS, on_ranks, plan, reference
 from torch import Tensor
@@ -52,20 +53,21 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("fmt", "tp"), [("nvfp4-ct", 1), ("fp8-block", 3), ("mxfp4", 2)])
+@pytest.mark.parametrize(("fmt", "tp"), [("nvfp4-ct", 1), ("fp8-block", 3), ("mxfp4", 2), ("awq", 3), ("int4-ct", 2)])
 def test_logits(by_kernels: None, fmt: str, tp: int) -> None:
     """A prompt of two tokens and one token more."""
-    family = "qwen3_5_moe"
+    family, packed = "qwen3_5_moe", ("qwen3_5_moe", fmt) in integers.CASES
+    tokens = integers.TOKENS if packed else TOKENS
 
     def work(model: Llama) -> Tensor:
         prepare(model)
         cache, rows = model.new_cache(1), []
         for start, stop in ((0, 2), (2, 3)):
-            step = Step.of([(0, TOKENS[start:stop], start)], "cpu")
+            step = Step.of([(0, tokens[start:stop], start)], "cpu")
             rows.append(model.logits(model(step, cache)))
         return torch.cat(rows)
 
-    want = reference(family, fmt)[:3]
+    want = (integers.reference if packed else reference)(family, fmt)[:3]
     for logits in on_ranks(family, fmt, plan(family, fmt, tp), work, "fp32"):
         assert distance(logits.double(), want) < 1e-4
     assert CALLS["linear"] >= 4 * tp and CALLS["experts"] >= 4 * tp

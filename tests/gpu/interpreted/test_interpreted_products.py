@@ -12,7 +12,8 @@ from torch import Tensor
 from oddrank.gpu import check, linear_for
 from oddrank.gpu.launch import Tiles, parts
 from oddrank.gpu.linear import GpuLinear
-from oddrank.runtime.formats import decoder
+from oddrank.runtime.formats import Decoder, decoder
+from oddrank.runtime.formats.rows import RowsDecoder
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAST = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}
@@ -38,10 +39,10 @@ def error(got: Tensor, x: Tensor, numbers: np.ndarray, bias: np.ndarray | float 
 
 
 def sizes(case: Case) -> list[tuple[int, int]]:
-    return [(70, 288), (9, 130), (1, 1)] if case.name[:3] in ("den", "fp8") else [(70, 288), (9, 136), (1, 2)]
+    return [(70, 288), (9, 130), (1, 1)] if "fp4" not in case.name else [(70, 288), (9, 136), (1, 2)]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "int4" not in case.name], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_form_and_type(case: Case) -> None:
     """Rows and columns that no tile divides, one row of x and many, in all three types."""
     for place, (n, k) in enumerate(sizes(case)):
@@ -57,7 +58,18 @@ def test_every_form_and_type(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(
-    "case", [Case("fp8-block", (128, 128)), Case("fp8-channel"), Case("nvfp4-ct"), Case("mxfp4")], ids=str
+    "case",
+    [
+        Case("fp8-block", (128, 128)),
+        Case("fp8-channel"),
+        Case("nvfp4-ct"),
+        Case("mxfp4"),
+        Case("int4-rows", (1, 64)),
+        Case("int8-rows", (1, 64)),
+        Case("int8-channel"),
+        Case("mxfp8"),
+    ],
+    ids=str,
 )
 def test_sums_in_parts(case: Case, dtype: torch.dtype) -> None:
     """Few rows of a narrow matrix: several programs share a row's columns. Each row's bits are the same whatever is
@@ -77,6 +89,32 @@ def test_blocks_that_a_plan_refines(block: tuple[int, int]) -> None:
     for m in (3, 20):
         x = rows(m, 200, torch.float32)
         assert error(gpu(made)(x), x, made.numbers) < 1
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_every_code_with_every_zero_point(group: int) -> None:
+    """Row z has the zero point z; columns are the codes, over and over."""
+    k, draw = 2 * group, torch.arange(2 * group, dtype=torch.uint8) % 16
+    words = torch.full((17, 2), 0.5).view(torch.int32) + torch.arange(17, dtype=torch.int32)[:, None]
+    stored = {
+        ".codes": (draw[0::2] | draw[1::2] << 4).expand(17, -1).contiguous(),
+        ".scales": words.view(torch.uint8).view(17, 2, 4),
+    }
+    linear = linear_for(RowsDecoder(group, k), stored)
+    assert linear is not None
+    for dtype in TYPES:
+        got = linear(torch.eye(k, dtype=dtype))
+        assert torch.equal(got.double(), 0.5 * (draw[:, None].double() - torch.arange(17)))
+
+
+@pytest.mark.parametrize("m", [1, 20])
+def test_columns_in_an_order_of_their_own(m: int) -> None:
+    made, order = sample(Case("int4-rows", (1, 32)), 21, 328), np.random.default_rng(0).permutation(328)
+    made.stored[".order"] = torch.from_numpy(order.astype(np.int32))
+    numbers = np.empty_like(made.numbers)
+    numbers[:, order] = made.numbers
+    x = rows(m, 656, torch.float32)[:, ::2]
+    assert error(gpu(made)(x), x, numbers) < 1
 
 
 def test_blocks_that_no_tensor_core_takes() -> None:
@@ -105,6 +143,10 @@ NAN = [
     (Case("nvfp4"), ".weight_scale", 0x7F),
     (Case("nvfp4-ct"), ".weight_scale", 0xFF),
     (Case("mxfp4"), ".weight_scale", 0xFF),
+    (Case("mxfp8"), ".weight", 0xFF),
+    (Case("mxfp8"), ".weight_scale", 0xFF),
+    (Case("int4-rows", (1, 64)), ".scales", float("nan")),
+    (Case("int8-rows", (1, 64)), ".scales", float("nan")),
 ]
 
 
@@ -113,7 +155,8 @@ NAN = [
 def test_codes_of_nan_reach_their_rows_and_no_other(case: Case, suffix: str, value: float, dtype: torch.dtype) -> None:
     made = sample(case, 140, 272)
     part = made.stored[suffix]
-    words = part.view(torch.uint8) if isinstance(value, int) else part
+    packed = "-rows" in case.name
+    words = part.view(torch.float32 if packed else torch.uint8) if packed or isinstance(value, int) else part
     rows_of_one = 1 if len(part) == 140 else 128
     row = 3 if rows_of_one == 1 else 0
     words[row, -1] = value
@@ -124,14 +167,18 @@ def test_codes_of_nan_reach_their_rows_and_no_other(case: Case, suffix: str, val
         assert torch.equal(got.isnan(), hit.expand(m, 140))
 
 
+ONES = {
+    "mxfp4": torch.full((2, 64), 0x22, dtype=torch.uint8),
+    "mxfp8": torch.full((2, 128), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_powers_at_the_ends(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ONES)
+def test_powers_at_the_ends(name: str, dtype: torch.dtype) -> None:
     """Codes 0 (2^-127, subnormal in fp32 and bf16) and 254 of e8m0 are numbers."""
-    stored = {
-        ".weight": torch.full((2, 64), 0x22, dtype=torch.uint8),  # ones
-        ".weight_scale": torch.tensor([[0, 0, 0, 0], [254, 254, 254, 254]], dtype=torch.uint8),
-    }
-    linear = linear_for(Case("mxfp4").decoder(), stored)
+    scales = torch.tensor([[0, 0, 0, 0], [254, 254, 254, 254]], dtype=torch.uint8)
+    linear = linear_for(Case(name).decoder(), {".weight": ONES[name], ".weight_scale": scales})
     assert linear is not None
     for m in (1, 20):
         got = linear(torch.full((m, 128), 1.0, dtype=dtype))
@@ -166,15 +213,24 @@ def test_what_is_left_to_torch() -> None:
     made = sample(Case("fp8-block", (128, 128)), 4, 256)
     made.stored[".weight_scale_inv"][0, 0] = float("inf")
     assert linear_for(made.decoder, made.stored) is None
+    made = sample(Case("int4-rows", (1, 64)), 4, 128)
+    made.stored[".scales"].view(torch.float32)[2, 1] = float("inf")
+    assert linear_for(made.decoder, made.stored) is None
     made = sample(Case("dense", dtype=torch.bfloat16), 4, 96)
     assert linear_for(made.decoder, {".weight": made.stored[".weight"][:, :48]}) is None
     assert linear_for(made.decoder, {".weight": made.stored[".weight"][:0]}) is None
 
 
-@pytest.mark.parametrize("name", ["dense", "fp8-block", "fp8-channel-1d", "nvfp4-ct", "mxfp4"])
-def test_the_check_before_the_first_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+CHECKED = [
+    *(decoder(n) for n in ("dense", "fp8-block", "fp8-channel-1d", "nvfp4-ct", "mxfp4", "mxfp8", "int8-channel"))
+]
+CHECKED += [RowsDecoder(64, 4096), RowsDecoder(64, 4096, 8), RowsDecoder(128, 4096, 8, False)]
+
+
+@pytest.mark.parametrize("form", CHECKED, ids=lambda form: form.name)
+def test_the_check_before_the_first_matrix(form: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Good kernels pass; one that forgets a scale does not."""
-    form, device = decoder(name), torch.device("cpu")
+    device = torch.device("cpu")
     assert check.agrees(form, device)
     call = GpuLinear.__call__
     monkeypatch.setattr(GpuLinear, "__call__", lambda linear, x: call(linear, x) * 1.1)

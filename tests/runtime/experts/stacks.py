@@ -41,7 +41,7 @@ class Stack(NamedTuple):
 
 
 DENSE = "dense"
-KINDS = (DENSE, *(name for name in DIALECTS if not name.startswith("MXFP8")))  # which the runtime does not decode
+KINDS = (DENSE, *DIALECTS)
 
 
 @cache

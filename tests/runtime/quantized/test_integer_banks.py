@@ -24,6 +24,7 @@ PACKINGS = {
     "GPTQ": gptq(group=64),
     "GPTQ in activation order": gptq(group=32, scatter=3),
     "GPTQ, 8 bits": gptq(8, 32),
+    "compressed-tensors, 8 bits, whole rows": ct(8, 0),
     "compressed-tensors": ct(group=32),
     "compressed-tensors, asymmetric": ct(group=64, symmetric=False),
 }
@@ -80,8 +81,8 @@ class Words:
 @pytest.mark.parametrize("widest", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", PACKINGS)
 def test_layers(name: str, widest: torch.dtype, threads: int) -> None:
-    """In rows where the compiled kernel computes; as stored in float64, with 8 bits, and where experts have their
-    columns in orders of their own."""
+    """In rows where the compiled kernel computes; as stored in float64, and where experts have their columns in orders
+    of their own."""
     words = Words(PACKINGS[name])
     layouts = words.layouts(widest)
     banks = [layout.allocate(EXPERTS, "cpu") for layout in layouts]
@@ -92,7 +93,7 @@ def test_layers(name: str, widest: torch.dtype, threads: int) -> None:
     fill(banks, words, released.append, threads=threads)
     unread = {n for n in words.raw if n.endswith((".weight_shape", ".g_idx"))}
     assert {*words.raw} - unread <= {*released} and len(released) == len({*released})
-    plain = widest == torch.float64 or "8 bits" in name or "order" in name or library() is None
+    plain = widest == torch.float64 or "order" in name or library() is None
     assert all((layout.packing is None) == plain for layout in layouts)
     kernel = ExpertKernel(layouts[0].decoder, layouts[1].decoder, F.silu, widest.itemsize >= 4)
     for e in range(EXPERTS):

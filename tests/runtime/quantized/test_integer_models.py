@@ -1,4 +1,4 @@
-"""Releases of packed integers in the runtime, against transformers on the same weights decoded by numpy."""
+"""Releases of integers and of MXFP8 in the runtime, against transformers on the same weights decoded by numpy."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from oddrank.native import library
 from oddrank.planner import make_plan
 from oddrank.runtime.experts.layer import Experts
 from oddrank.runtime.formats import decoder
+from oddrank.runtime.layers.kernels import Rows
 from oddrank.runtime.layers.stored import PackedWeight, StoredFormat
 from oddrank.runtime.loader import prepare
 from oddrank.runtime.models import Llama
@@ -44,7 +45,7 @@ from oddrank.transform.slice import StoredMatrix
 CASES = [
     ("llama", "int4-ct"), ("llama", "int4-ct-asym"), ("llama", "int8"), ("llama", "int8-ct"), ("mistral", "awq"),
     ("qwen2", "gptq"), ("qwen2", "gptq-int8"), ("qwen3", "auto-round"), ("qwen3", "auto-round-awq"),
-    ("qwen3_5", "gptq"), ("qwen3_5_moe", "awq"), ("qwen3_5_moe", "int4-ct"),
+    ("qwen3_5", "gptq"), ("qwen3_5_moe", "awq"), ("qwen3_5_moe", "int4-ct"), ("qwen3", "mxfp8"),
 ]  # fmt: skip
 TOKENS = np.random.default_rng(5).integers(0, 512, 14).tolist()
 _HOME = TemporaryDirectory(prefix="oddrank-ordered-")
@@ -82,7 +83,8 @@ def decoded(source: Checkpoint, fmt: str) -> Weights:
     def read(parts: Parts) -> F64:
         if "" in parts:
             return numbers(parts[""])
-        return decode(parts, (1, 0)) if fmt == "int8" else form.decode(parts)
+        block = {"int8": (1, 0), "mxfp8": (1, 32)}.get(fmt)
+        return decode(parts, block) if block else form.decode(parts)
 
     return {name: read(parts) for name, parts in stored.items()}
 
@@ -148,7 +150,7 @@ def test_logits_of_transformers(family: str, fmt: str) -> None:
 
 
 def test_what_is_computed_by_the_compiled_kernels() -> None:
-    """All matrices of int4, routed experts too, and no second copy of one."""
+    """All packed matrices, routed experts too, and no second copy of one."""
     if library() is None:
         pytest.skip("the package was installed without a C++ compiler")
 
@@ -164,7 +166,8 @@ def test_what_is_computed_by_the_compiled_kernels() -> None:
             assert layer._kernel.native(banks.gate_up.tensors, banks.down.tensors) is not None
         return len(weights), len(layers)
 
-    for family, fmt in (("qwen2", "gptq"), ("qwen3_5_moe", "awq"), ("qwen3_5_moe", "int4-ct")):
+    packed = ("qwen2", "gptq"), ("qwen2", "gptq-int8"), ("llama", "int8-ct"), ("qwen3_5_moe", "awq")
+    for family, fmt in (*packed, ("qwen3_5_moe", "int4-ct")):
         source = checkpoint(family, fmt)
         for weights, layers in on_ranks(source, make_plan(source.path, 2).plan, count, "bf16"):
             assert weights > 3 and (layers > 0) == (family == "qwen3_5_moe")
@@ -243,18 +246,34 @@ class Words:
         out[...] = self.raw[name][start : start + len(out)]
 
 
-@pytest.mark.parametrize("form", ["int4-awq-g128", "int4-gptq-g128", "int4-gptq-scattered-g128"])
+def test_a_gpu_is_given_rows_too() -> None:
+    """As Triton's kernels take them: packed in the machine's memory, then moved."""
+    pytest.importorskip("triton")
+    words, precision = Words("int4-awq-g128", 64, 256), Precision.of("bf16", "cuda")
+    weight = StoredFormat(words, precision, "cuda").linear([Rows("", 64)], 256)
+    assert isinstance(weight, PackedWeight) and weight._device == "cuda"
+    weight._device = "meta"
+    weight.load_own(words)
+    assert {s: (t.shape, t.device.type) for s, t in weight._stored().items()} == {
+        ".codes": ((64, 128), "meta"), ".scales": ((64, 2, 4), "meta"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["int4-awq-g128", "int4-gptq-g128", "int4-gptq-scattered-g128", "int8-gptq-g128", "int8-gptq-scattered-g128"],
+)
 def test_a_matrix_is_packed_in_pieces(form: str) -> None:
     """Beside what is held of 17 MB nothing larger than two is made; whatever the pieces, they become the same."""
     if library() is None:
         pytest.skip("the package was installed without a C++ compiler")
-    n, k = 8192, 4096
+    n, k, bits = 8192, 4096, int(form[3])
     words, precision = Words(form, n, k), Precision.of("bf16")
     weight = StoredFormat(words, precision).table("", n, k)
     with Allocations() as seen:
         weight.load_own(words)
     held = sorted(t.nbytes for t in weight._stored().values() if t.nbytes >= 1 << 20)
-    assert held == [n * k // 128 * 4, n * k // 2] and sorted(seen.made)[-2:] == held
+    assert held == [n * k // 128 * bits, n * k * bits // 8] and sorted(seen.made)[-2:] == held
     assert sorted(seen.made)[-3] <= 2 << 20
     kinds = {2: np.float16, 4: np.int32}
     stored = {suffix: torch.from_numpy(raw.view(kinds[raw.itemsize])) for suffix, raw in words.raw.items()}

@@ -30,7 +30,7 @@ def test_every_format_that_is_declared_has_its_decoder() -> None:
     served.remove("mxfp4-blocks")  # gpt-oss's stacked experts: see tests/formats/test_gpt_oss_experts.py
     assert {usual(d.format) for d in EVERY.values()} == {usual(name) for name in served}
     assert all(decoder(name).name == name for name in served)
-    with pytest.raises(OddrankError, match=r"int3.*fp8, int4-awq, .*, mxfp4, nvfp4"):
+    with pytest.raises(OddrankError, match=r"int3.*fp8, int4-awq, .*, mxfp4, mxfp8, nvfp4"):
         decoder("int3-g128")
 
 

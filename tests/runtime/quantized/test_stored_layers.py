@@ -59,8 +59,10 @@ def test_weights_are_kept_as_stored(name: str) -> None:
     layer = ColumnParallelLinear(Store({"l": m}).weights("fp32"), "l", 256, 192, bias=False, dtype=torch.float32)
     Store({"l": m}).fill(layer)
     kept = sum(raw.words.nbytes for raw in m.parts.values())
-    if name in PACKED and m.dialect.format.startswith("int4"):  # in rows: a code half a byte, a word a scale
-        kept = 256 * 192 // 2 + 256 * -(-192 // (m.dialect.block[1] or 128)) * 4
+    if name in PACKED:  # in rows: codes, a word a scale, of 8 bits another a zero point
+        bits, points = int(m.dialect.format[3]), any(s.endswith(("qzeros", "zero_point")) for s in m.parts)
+        words = 8 if bits == 8 and points else 4
+        kept = 256 * 192 * bits // 8 + 256 * -(-192 // (m.dialect.block[1] or 128)) * words
     assert layer.nbytes() == kept
     x = torch.randn(2, 192)
     want = x.double() @ torch.from_numpy(m.decode()).t()

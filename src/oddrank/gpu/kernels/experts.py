@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from oddrank.gpu.kernels.words import DENSE, E4M3, MXFP4, multiplied, of_rows, of_sums, tile
+from oddrank.gpu.kernels.words import begins, scaled, with_columns
 
 
 @triton.jit
@@ -13,7 +13,7 @@ def inner(
     value_expert, value_section, value_row, scale_expert, scale_section, scale_row, scale_column,
     factor_expert, factor_section, up_row,
     form: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, divides: tl.constexpr,
-    scaled: tl.constexpr, native: tl.constexpr, wide: tl.constexpr,
+    by_block: tl.constexpr, native: tl.constexpr, wide: tl.constexpr,
     tile_m: tl.constexpr, tile_n: tl.constexpr, tile_k: tl.constexpr,
 ):  # fmt: skip
     """out [choices in order, width] = silu(gate x) * (up x).
@@ -33,36 +33,29 @@ def inner(
     tokens = tl.load(order + places, mask=places_real, other=0).to(tl.int64) // chosen
     rows = tl.program_id(0) * tile_n + tl.arange(0, tile_n)
     rows_real = rows < width
-    upper = rows + up_row
     values += expert * value_expert
     scales += expert * scale_expert
     factor += expert * factor_expert
-    gate_starts = rows.to(tl.int64) * value_row
-    up_starts = upper.to(tl.int64) * value_row + value_section
-    gate_scales = (rows // block_n if block_n else rows * 0).to(tl.int64) * scale_row
-    up_scales = (upper // block_n if block_n else rows * 0).to(tl.int64) * scale_row + scale_section
+    gate_starts, gate_scales = begins(rows, value_row, block_n, scale_row)
+    up_starts, up_scales = begins(rows + up_row, value_row, block_n, scale_row)
+    up_starts += value_section
+    up_scales += scale_section
     gate = tl.zeros([tile_n, tile_m], tl.float32)
     up = tl.zeros([tile_n, tile_m], tl.float32)
     for k0 in range(0, k, tile_k):
         columns = k0 + tl.arange(0, tile_k)
         real = (columns < k)[:, None] & places_real[None, :]
         xs = tl.load(x + tokens[None, :] * x_row + columns[:, None], mask=real, other=0).to(compute)
-        of_gate = tile(
-            values, scales, gate_starts, gate_scales, rows_real, k0, k, form, tile_k, scaled, native, compute
-        )
-        of_up = tile(values, scales, up_starts, up_scales, rows_real, k0, k, form, tile_k, scaled, native, compute)
-        if (form == E4M3 and block_k) or (form == MXFP4 and not scaled):
-            nothing = tl.zeros([tile_n, tile_m], tl.float32)
-            by = of_sums(scales, gate_scales, rows_real, k0, block_k, form, scale_column)
-            gate += multiplied(of_gate, xs, nothing, wide) * by[:, None]
-            by = of_sums(scales, up_scales, rows_real, k0, block_k, form, scale_column)
-            up += multiplied(of_up, xs, nothing, wide) * by[:, None]
-        else:
-            gate = multiplied(of_gate, xs, gate, wide)
-            up = multiplied(of_up, xs, up, wide)
-    if form != DENSE:
-        gate *= of_rows(scales, gate_scales, factor, rows_real, form, block_k, divides)[:, None]
-        up *= of_rows(scales, up_scales, factor + factor_section, rows_real, form, block_k, divides)[:, None]
+        gate = with_columns(
+            gate, xs, values, scales, gate_starts, gate_scales, scale_column, rows_real, k0, k, form, block_k, by_block,
+            native, wide,
+        )  # fmt: skip
+        up = with_columns(
+            up, xs, values, scales, up_starts, up_scales, scale_column, rows_real, k0, k, form, block_k, by_block,
+            native, wide,
+        )  # fmt: skip
+    gate = scaled(gate, scales, gate_scales, factor, rows_real, form, block_k, divides)
+    up = scaled(up, scales, up_scales, factor + factor_section, rows_real, form, block_k, divides)
     both = gate / (1 + tl.exp(-gate)) * up
     to = out + places.to(tl.int64)[None, :] * width + rows[:, None]
     tl.store(to, both.to(out.dtype.element_ty), mask=rows_real[:, None] & places_real[None, :])
@@ -74,7 +67,7 @@ def outer(
     n, k,
     value_expert, value_row, scale_expert, scale_row, scale_column, factor_expert,
     form: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, divides: tl.constexpr,
-    scaled: tl.constexpr, native: tl.constexpr, wide: tl.constexpr,
+    by_block: tl.constexpr, native: tl.constexpr, wide: tl.constexpr,
     tile_m: tl.constexpr, tile_n: tl.constexpr, tile_k: tl.constexpr,
 ):  # fmt: skip
     """out [choices, n] in fp32 = down x times the choice's weight, of x [choices in order, k]. See `inner`."""
@@ -92,24 +85,17 @@ def outer(
     values += expert * value_expert
     scales += expert * scale_expert
     factor += expert * factor_expert
-    row_starts = rows.to(tl.int64) * value_row
-    scale_starts = (rows // block_n if block_n else rows * 0).to(tl.int64) * scale_row
+    row_starts, scale_starts = begins(rows, value_row, block_n, scale_row)
     sums = tl.zeros([tile_n, tile_m], tl.float32)
     for k0 in range(0, k, tile_k):
         columns = k0 + tl.arange(0, tile_k)
         real = (columns < k)[:, None] & places_real[None, :]
         xs = tl.load(x + places.to(tl.int64)[None, :] * k + columns[:, None], mask=real, other=0).to(compute)
-        of_down = tile(
-            values, scales, row_starts, scale_starts, rows_real, k0, k, form, tile_k, scaled, native, compute
-        )
-        if (form == E4M3 and block_k) or (form == MXFP4 and not scaled):
-            some = multiplied(of_down, xs, tl.zeros([tile_n, tile_m], tl.float32), wide)
-            by = of_sums(scales, scale_starts, rows_real, k0, block_k, form, scale_column)
-            sums += some * by[:, None]
-        else:
-            sums = multiplied(of_down, xs, sums, wide)
-    if form != DENSE:
-        sums *= of_rows(scales, scale_starts, factor, rows_real, form, block_k, divides)[:, None]
+        sums = with_columns(
+            sums, xs, values, scales, row_starts, scale_starts, scale_column, rows_real, k0, k, form, block_k, by_block,
+            native, wide,
+        )  # fmt: skip
+    sums = scaled(sums, scales, scale_starts, factor, rows_real, form, block_k, divides)
     sums *= tl.load(weights + choices, mask=places_real, other=0).to(tl.float32)[None, :]
     to = out + choices[None, :] * n + rows[:, None]
     tl.store(to, sums, mask=rows_real[:, None] & places_real[None, :])

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from oddrank.gpu.kernels.words import DENSE, E4M3, MXFP4, multiplied, of_rows, of_sums, tile
+from oddrank.gpu.kernels.words import begins, scaled, with_columns
 
 
 @triton.jit
@@ -12,21 +12,20 @@ def product(
     m, n, k, chunk, x_row, out_part, out_row,
     value_row, scale_row, scale_column,
     form: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, divides: tl.constexpr,
-    scaled: tl.constexpr, native: tl.constexpr, wide: tl.constexpr, biased: tl.constexpr,
+    by_block: tl.constexpr, native: tl.constexpr, wide: tl.constexpr, biased: tl.constexpr,
     tile_m: tl.constexpr, tile_n: tl.constexpr, tile_k: tl.constexpr,
 ):  # fmt: skip
     """A tile of `out` [parts, m, n]: one part of the columns a program.
 
     Program (tile of n, part, tile of m); part p sums columns [p chunk, (p + 1) chunk). block_n, block_k: rows and
-    columns that a scale covers, 0 = all. scaled: see `tile`. wide: compute in fp32, whatever x is.
+    columns that a scale covers, 0 = all. by_block: see `tile`. wide: compute in fp32, whatever x is.
     """
     compute: tl.constexpr = tl.float32 if wide else x.dtype.element_ty
     part = tl.program_id(1)
     rows = tl.program_id(0) * tile_n + tl.arange(0, tile_n)
     tokens = tl.program_id(2) * tile_m + tl.arange(0, tile_m)
     rows_real, tokens_real = rows < n, tokens < m
-    row_starts = rows.to(tl.int64) * value_row
-    scale_starts = (rows // block_n if block_n else rows * 0).to(tl.int64) * scale_row
+    row_starts, scale_starts = begins(rows, value_row, block_n, scale_row)
     token_starts = tokens.to(tl.int64) * x_row
     sums = tl.zeros([tile_n, tile_m], tl.float32)
     start = part * chunk
@@ -34,17 +33,11 @@ def product(
         columns = k0 + tl.arange(0, tile_k)
         real = (columns < k)[:, None] & tokens_real[None, :]
         xs = tl.load(x + token_starts[None, :] + columns[:, None], mask=real, other=0).to(compute)
-        weights = tile(
-            values, scales, row_starts, scale_starts, rows_real, k0, k, form, tile_k, scaled, native, compute
-        )
-        if (form == E4M3 and block_k) or (form == MXFP4 and not scaled):
-            some = multiplied(weights, xs, tl.zeros([tile_n, tile_m], tl.float32), wide)
-            by = of_sums(scales, scale_starts, rows_real, k0, block_k, form, scale_column)
-            sums += some * by[:, None]
-        else:
-            sums = multiplied(weights, xs, sums, wide)
-    if form != DENSE:
-        sums *= of_rows(scales, scale_starts, factor, rows_real, form, block_k, divides)[:, None]
+        sums = with_columns(
+            sums, xs, values, scales, row_starts, scale_starts, scale_column, rows_real, k0, k, form, block_k, by_block,
+            native, wide,
+        )  # fmt: skip
+    sums = scaled(sums, scales, scale_starts, factor, rows_real, form, block_k, divides)
     if biased:
         sums += tl.load(bias + rows, mask=rows_real, other=0).to(tl.float32)[:, None]
     to = out + part.to(tl.int64) * out_part + tokens.to(tl.int64)[None, :] * out_row + rows[:, None]

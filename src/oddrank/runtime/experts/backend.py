@@ -72,7 +72,7 @@ class Backend(ABC):
     name: ClassVar[str]
     on_device: ClassVar[bool] = False
     caches: ClassVar[bool] = False
-    kinds: ClassVar[frozenset[str]] = frozenset({"dense", "fp8", "int4", "int8", "mxfp4", "nvfp4"})
+    kinds: ClassVar[frozenset[str]] = frozenset({"dense", "fp8", "int4", "int8", "mxfp4", "mxfp8", "nvfp4"})
 
     @abstractmethod
     def __init__(self, layer: Layer, share: ExpertShare) -> None: ...

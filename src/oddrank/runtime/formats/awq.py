@@ -36,7 +36,7 @@ class AwqDecoder(IntegerDecoder):
             out.view(-1, 8, out.shape[1])[:, :, at : at + len(tiles)] = turned
 
     def pack_zeros(self, words: Tensor) -> Tensor:
-        return unpack(words, 4, NIBBLE).t().byte()
+        return unpack(words, 4, NIBBLE).t()
 
 
 def _turn(words: Tensor) -> None:

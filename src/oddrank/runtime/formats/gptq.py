@@ -21,7 +21,7 @@ class GptqDecoder(IntegerDecoder):
         out[:, first : first + len(words)] = words.t()
 
     def pack_zeros(self, words: Tensor) -> Tensor:
-        return self._zeros(words).byte()
+        return self._zeros(words)
 
     def _zeros(self, words: Tensor) -> Tensor:
         points = self.format.zero_points

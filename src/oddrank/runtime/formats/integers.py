@@ -52,12 +52,12 @@ class IntegerDecoder(Decoder):
 
     @abstractmethod
     def pack_codes(self, words: Tensor, first: int, out: Tensor) -> None:
-        """Rows first, ... of the stored values, a multiple of 8 that they begin at, into int32 [N, ceil(K / 8)]: words
-        of four bits a code along K, the low bits first. See rows.py."""
+        """Rows first, ... of the stored values, a multiple of 8 that they begin at, into int32 [N, ceil(K bits / 32)]:
+        words of codes along K, the low bits first. See rows.py."""
 
     @abstractmethod
     def pack_zeros(self, words: Tensor) -> Tensor:
-        """Stored zero points -> uint8 [N, G]."""
+        """Stored zero points -> int32 [N, G]."""
 
     def dequantize(self, stored: Parts, dtype: torch.dtype) -> Tensor:
         found = self.unpacked(stored)

@@ -23,7 +23,7 @@ class PackQuantizedDecoder(IntegerDecoder):
         out[first : first + len(words)] = words
 
     def pack_zeros(self, words: Tensor) -> Tensor:
-        return unpack(words.t(), self.bits).t().byte()
+        return unpack(words.t(), self.bits).t()
 
 
 DECODER = PackQuantizedDecoder

@@ -105,7 +105,7 @@ def dense_product(weight: Tensor, x: Tensor, bias: Tensor | None, threads: int) 
 
 class NarrowWeight(LinearWeight):
     """bf16 or fp16 weights under fp32 activations: by the compiled kernels once prepared, where there are any, else by
-    what torch has everywhere.
+    what torch has everywhere. The compiled kernels may round x (NativeMatrix says when).
 
     In torch, one to three rows of x go through the half-precision product, which rounds x and the result; more are
     multiplied in fp32 by blocks of the matrix that are converted as they are needed.
@@ -127,7 +127,8 @@ class NarrowWeight(LinearWeight):
 
     def prepare(self, threads: int) -> None:
         self._prepare_torch(threads)
-        self._native, self._available = native_matrix(decoder("dense"), {".weight": self.weight.data}), threads
+        self._native = native_matrix(decoder("dense"), {".weight": self.weight.data}, exact=False)
+        self._available = threads
 
     def _prepare_torch(self, threads: int) -> None:
         self._threads = threads if math.prod(self.weight.shape) >= THREADED_ELEMENTS else 1

@@ -37,7 +37,7 @@ class Storage(Protocol):
 
 class StoredFormat:
     """Finds each matrix's format in the plan. Dense matrices are held as `precision` says, packed integers as the
-    compiled kernels take them where those will compute on `device`, all others as stored."""
+    kernels take them where those will compute on `device`, all others as stored."""
 
     def __init__(self, storage: Storage, precision: Precision, device: torch.device | str = "cpu") -> None:
         self.storage, self.precision, self.device = storage, precision, device
@@ -67,7 +67,9 @@ class StoredFormat:
             stored, dtype_of = decoder(found.format, found.blocks), lambda suffix: storage.dtype(found.names[suffix])
             packing = packing_of(stored, k, dtype_of, exact=precision.exact, device=self.device)
             if packing is not None:
-                return PackedWeight(storage, name, rows, packing, precision.activations, exact=precision.exact)
+                return PackedWeight(
+                    storage, name, rows, packing, precision.activations, exact=precision.exact, device=self.device
+                )
         return StoredWeight(storage, name, rows, k, precision.activations, exact=precision.exact)
 
     def _is_dense(self, name: str) -> bool:
@@ -127,14 +129,14 @@ class StoredWeight(TableWeight):
 
 
 class PackedWeight(StoredWeight):
-    """A matrix of packed integers, held in rows as the compiled kernels take them (see formats/rows.py). It is packed
-    as it is read, a piece at a time."""
+    """A matrix of packed integers, held in rows as the kernels take them (see formats/rows.py). It is packed as it is
+    read, a piece at a time."""
 
     def __init__(
         self, storage: Storage, name: str, n: int, packing: Packing, looked_up: torch.dtype = torch.float32, *,
-        exact: bool = True,
+        exact: bool = True, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        self._name, self._n, self._packing = name, n, packing
+        self._name, self._n, self._packing, self._device = name, n, packing, device
         self._names = storage.matrix(name).names
         self.decoder, self.parts = packing.decoder, []
         self._hold(looked_up, n * packing.k, exact)
@@ -163,7 +165,7 @@ class PackedWeight(StoredWeight):
         for name in self._names.values():
             if release is not None:
                 release(name)
-        self._tensors = tensors
+        self._tensors = {suffix: tensor.to(self._device) for suffix, tensor in tensors.items()}
         return read
 
     def _pack(self, part: Any, suffix: str, like: Parameter, target: Tensor) -> None:
