@@ -186,3 +186,22 @@ def test_a_long_rope_that_is_a_number(tmp_path: Path, key: str) -> None:
     plan = make_plan(path, 3, executor="vllm").plan
     with pytest.raises(OddrankError, match=f"{key} should be an object"):
         virtual_config(plan, Checkpoint.open(path).config)
+
+
+@pytest.mark.parametrize("found", [[[0]], ["0"], [{}], list(range(9))])
+def test_layers_without_experts_that_are_no_numbers(tmp_path: Path, found: list[object]) -> None:
+    """A TypeError: they were taken for the members of a set."""
+    refused(
+        changed(tmp_path, "qwen3_moe", "bf16", mlp_only_layers=found), "mlp_only_layers should be an array of layer"
+    )
+
+
+@pytest.mark.parametrize("key", ["x", "-1", "1" * 5000, "1.0", ""])
+def test_layers_of_gemma4_that_are_no_numbers(tmp_path: Path, key: str) -> None:
+    path = changed(tmp_path, "gemma4", "bf16", per_layer_config={key: {"head_dim": 64}})
+    refused(path, "per_layer_config should be an object by layer numbers")
+
+
+def test_more_layers_borrow_keys_than_there_are(tmp_path: Path) -> None:
+    """A pattern was made of the number of each."""
+    refused(changed(tmp_path, "gemma4", "bf16", num_kv_shared_layers=2**31 - 1), "num_kv_shared_layers", "from 0 to 2")

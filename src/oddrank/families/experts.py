@@ -73,6 +73,8 @@ def per_expert(name: str, index: Index) -> Role:
 def sparse_layers(c: ConfigView) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(layers with a dense MLP, layers with experts) of Qwen's MoE configs."""
     every = range(c.count("num_hidden_layers"))
-    step, dense = c.get_int("decoder_sparse_step", 1), set(c.get_list("mlp_only_layers"))
+    step, dense = c.get_int("decoder_sparse_step", 1), c.get_list("mlp_only_layers")
+    if not all(isinstance(number, int) for number in dense) or len(dense) > len(every):
+        raise c.error("mlp_only_layers", "an array of layer numbers", dense)
     sparse = tuple(i for i in every if i not in dense and (i + 1) % step == 0)
     return tuple(i for i in every if i not in sparse), sparse

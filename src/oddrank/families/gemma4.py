@@ -73,7 +73,11 @@ def overrides(t: ConfigView) -> dict[int, tuple[str, ConfigView]]:
     """Layer -> (its key in `per_layer_config`, what that says instead of the config). Older configs say the same of all
     layers over everything by `global_head_dim` and `num_global_key_value_heads`."""
     whole = t.child("per_layer_config")
-    return {int(key): (key, view) for key in whole.data if (view := whole.child(key))} if whole else {}
+    if whole is None:
+        return {}
+    if not all(key.isascii() and key.isdecimal() and len(key) < 6 for key in whole.data):
+        raise t.error("per_layer_config", "an object by layer numbers", whole.data)
+    return {int(key): (key, view) for key in whole.data if (view := whole.child(key))}
 
 
 def geometries(t: ConfigView) -> tuple[list[Geometry], list[tuple[str, str]]]:
@@ -82,7 +86,7 @@ def geometries(t: ConfigView) -> tuple[list[Geometry], list[tuple[str, str]]]:
     q, kv, width = t.require_int("num_attention_heads"), t.num_key_value_heads(4), t.head_dim(256)
     same = t.get_bool("attention_k_eq_v", False)
     everywhere = t.get_int("num_global_key_value_heads", kv) if same and not said else kv
-    shared = t.get_int("num_kv_shared_layers", 0, low=0)
+    shared = t.get_int("num_kv_shared_layers", 0, low=0, high=len(kinds))
     found: dict[tuple[str, int, int], list[int]] = {}
     keys = {"num_key_value_heads": "kv_heads"}
     if everywhere != kv:
@@ -160,7 +164,7 @@ def build(c: ConfigView, prefix: str) -> Model:
     hidden, count = t.require_int("hidden_size"), t.count("num_hidden_layers")
     layer, every = f"{prefix}layers.{{layer}}", layers(range(count))
     heads, keys = geometries(t)
-    shared = t.get_int("num_kv_shared_layers", 0, low=0)
+    shared = t.get_int("num_kv_shared_layers", 0, low=0, high=count)
     wide = shared if t.get_bool("use_double_wide_mlp", False) else 0
     narrow, double = layers(range(count - wide)), layers(range(count - wide, count))
     model = decoder(
