@@ -37,6 +37,8 @@ def tokenizer_files(vocab: int, special: dict[str, int]) -> dict[str, bytes]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "chat_template": TEMPLATE,
+        # said of each, as the model type's own class would add what it is not told
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")),
         **{f"{token[2:-2]}_token": token for token in named},
     }
     return {
