@@ -233,7 +233,7 @@ def take_census(
             problems.append(f"config.json implies {role.count()} of {role.name}, and there are {len(tensors)} tensors")
             continue
         logical = tuple(d.size(stock) for d in role.dims)
-        if max(logical) > MOST["width"]:  # nor its rows or columns
+        if max(logical, default=0) > MOST["width"]:  # nor its rows or columns
             problems.append(f"config.json implies that {role.name} is {list(logical)}, which is beyond any model")
             continue
         forms = []
