@@ -34,7 +34,7 @@ lint: $(STAMP) ## ruff and mypy
 test: lint $(VLLM_STAMP) ## lint, then every test but the long ones
 	@$(WITH_VLLM) $(BIN)/pytest -m "not long and not gpu and not vllm"
 
-test-long: $(STAMP) ## the long tests: thousands of random layouts
+test-long: $(STAMP) ## the long tests: random layouts, 100,000 broken checkpoints, pad killed 200 times
 	@$(BIN)/pytest -m "long and not gpu"
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## every test of the vLLM plugin: twenty minutes or more of real serves at TP 1 to 4

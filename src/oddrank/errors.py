@@ -12,8 +12,15 @@ class OddrankError(Exception):
 
     def __init__(self, message: str, short: str | None = None) -> None:
         """`short`: the same in a few words, for a cell of a table."""
-        super().__init__(message)
-        self.short = short or message
+        super().__init__(_printable(message))
+        self.short = _printable(short or message)
+
+
+def _printable(message: str) -> str:
+    """With escapes for what no terminal should be sent: names in a message may come from a checkpoint."""
+    if message.isprintable():
+        return message
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
 
 
 class CheckFailedError(OddrankError):

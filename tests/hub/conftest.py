@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import Hub
+from hub.hub_server import Hub
 from huggingface_hub import close_session, constants
 
 

@@ -79,6 +79,9 @@ among them."""
 
 _WRAPPERS = ("text_config", "language_config", "llm_config", "thinker_config")
 _MAX_INT = 2**31 - 1
+
+MOST_NAMED = 1 << 14
+"""Layers of a model, or experts of a layer: far above any real one, and few enough to name each."""
 _MISSING: Any = object()
 
 
@@ -118,6 +121,13 @@ class ConfigView:
     def get_int(self, key: str, default: int, low: int = 1, high: int = _MAX_INT) -> int:
         """As `require_int`, or `default` where the key is absent."""
         return self._int(key, self.data[key], low, high) if key in self else default
+
+    def count(self, key: str, default: int | None = None, low: int = 1) -> int:
+        """How many there are of what tensors are named by (layers, experts): in [low, MOST_NAMED]; where the key is
+        absent `default`, if there is one."""
+        if default is None:
+            return self.require_int(key, low, MOST_NAMED)
+        return self.get_int(key, default, low, MOST_NAMED)
 
     def require_float(self, key: str, low: float = 0.0, high: float = math.inf) -> float:
         """A finite number in [low, high]."""

@@ -45,7 +45,7 @@ def command(
     """Write a checkpoint of FAMILY (qwen3_5, llama, deepseek_v3, ...; a wrong name lists all) to the directory OUT.
 
     Every layer has the published sizes and tensor names; there are fewer layers, experts and tokens, unless options
-    say otherwise. The values are random, seeded, and scaled so that the model runs.
+    say otherwise. The values are random, seeded, and scaled so that the model runs; its tokenizer has a token a byte.
     """
     from oddrank.checkpoint import Checkpoint
     from oddrank.errors import OddrankError

@@ -50,7 +50,7 @@ def decoder(c: ConfigView, prefix: str, family: str, *parts: Part) -> Model:
         hidden=c.text().require_int("hidden_size"),
         axes=once(lambda p: p.axes),
         pairs=once(lambda p: p.pairs),
-        roles=tuple(role for part in (words, *parts) for role in part.roles),
+        roles=tuple(role for part in (words, *parts) for role in part.roles if role.count()),
         kv=tuple(cache for part in parts for cache in part.kv if cache.layers),
         states=tuple(state for part in parts for state in part.states if state.layers),
         crosstalk=once(lambda p: p.crosstalk),
@@ -89,7 +89,7 @@ def norms(at: str, width: int, index: Index, *names: str) -> list[Role]:
 
 
 def layer_index(c: ConfigView) -> Index:
-    return layers(range(c.require_int("num_hidden_layers")))
+    return layers(range(c.count("num_hidden_layers")))
 
 
 def layers(numbers: Iterable[int]) -> Index:
@@ -99,6 +99,16 @@ def layers(numbers: Iterable[int]) -> Index:
 def in_group(roles: Iterable[Role], group: str) -> list[Role]:
     """Roles of a part that a checkpoint has completely or not at all."""
     return [msgspec.structs.replace(r, group=group) for r in roles]
+
+
+def optional(parts: Sequence[Part], group: str, *more: Role) -> Part:
+    """Parts, and `more` roles, that a checkpoint has completely or not at all. Their caches are not counted."""
+    return Part(
+        roles=in_group([*(role for part in parts for role in part.roles), *more], group),
+        axes=tuple(axis for part in parts for axis in part.axes),
+        pairs=tuple(pair for part in parts for pair in part.pairs),
+        config_axes=tuple(key for part in parts for key in part.config_axes),
+    )
 
 
 def vocabulary(c: ConfigView, prefix: str) -> Part:

@@ -30,7 +30,7 @@ class Experts(msgspec.Struct, frozen=True):
         chosen: str = "num_experts_per_tok", width: str = "moe_intermediate_size",
     ) -> Experts:  # fmt: skip
         """As the config says; `count`: the keys that a number of experts goes by, the usual one first."""
-        number = c.require_int(next((key for key in count if key in c), count[0]))
+        number = c.count(next((key for key in count if key in c), count[0]))
         return cls(number, c.require_int(chosen, high=number), c.require_int(width), width)
 
     def part(
@@ -72,7 +72,9 @@ def per_expert(name: str, index: Index) -> Role:
 
 def sparse_layers(c: ConfigView) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(layers with a dense MLP, layers with experts) of Qwen's MoE configs."""
-    every = range(c.require_int("num_hidden_layers"))
-    step, dense = c.get_int("decoder_sparse_step", 1), set(c.get_list("mlp_only_layers"))
+    every = range(c.count("num_hidden_layers"))
+    step, dense = c.get_int("decoder_sparse_step", 1), c.get_list("mlp_only_layers")
+    if not all(isinstance(number, int) for number in dense) or len(dense) > len(every):
+        raise c.error("mlp_only_layers", "an array of layer numbers", dense)
     sparse = tuple(i for i in every if i not in dense and (i + 1) % step == 0)
     return tuple(i for i in every if i not in sparse), sparse

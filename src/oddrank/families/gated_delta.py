@@ -14,7 +14,7 @@ FULL, LINEAR = "full_attention", "linear_attention"
 
 def layers_of(c: ConfigView) -> dict[str, tuple[int, ...]]:
     """Layer numbers by type, from `layer_types` or `full_attention_interval` (every fourth layer by default)."""
-    count = c.require_int("num_hidden_layers")
+    count = c.count("num_hidden_layers")
     kinds = [str(k) for k in c.get_list("layer_types")]
     if not kinds:
         every = c.get_int("full_attention_interval", 4)
@@ -90,7 +90,7 @@ def vision_tower(c: ConfigView, prefix: str) -> list[Role]:
     view = c.child("vision_config")
     if view is None:
         return []
-    depth, h = view.require_int("depth"), view.require_int("hidden_size")
+    depth, h = view.count("depth"), view.require_int("hidden_size")
     mlp, out = view.require_int("intermediate_size"), view.require_int("out_hidden_size")
     patch, time = view.get_int("patch_size", 16), view.get_int("temporal_patch_size", 2)
     merged = h * view.get_int("spatial_merge_size", 2) ** 2

@@ -62,7 +62,7 @@ class Geometry(NamedTuple):
 
 def kinds_of(t: ConfigView) -> list[str]:
     """The kind of every layer; the last is always one over everything."""
-    count = t.require_int("num_hidden_layers")
+    count = t.count("num_hidden_layers")
     kinds = [str(k) for k in t.get_list("layer_types")] or [FULL if i % 6 == 5 else SLIDING for i in range(count)]
     if len(kinds) != count or set(kinds) - {SLIDING, FULL}:
         raise t.error("layer_types", f"{count} of {SLIDING} and {FULL}", kinds)
@@ -73,7 +73,11 @@ def overrides(t: ConfigView) -> dict[int, tuple[str, ConfigView]]:
     """Layer -> (its key in `per_layer_config`, what that says instead of the config). Older configs say the same of all
     layers over everything by `global_head_dim` and `num_global_key_value_heads`."""
     whole = t.child("per_layer_config")
-    return {int(key): (key, view) for key in whole.data if (view := whole.child(key))} if whole else {}
+    if whole is None:
+        return {}
+    if not all(key.isascii() and key.isdecimal() and len(key) < 6 for key in whole.data):
+        raise t.error("per_layer_config", "an object by layer numbers", whole.data)
+    return {int(key): (key, view) for key in whole.data if (view := whole.child(key))}
 
 
 def geometries(t: ConfigView) -> tuple[list[Geometry], list[tuple[str, str]]]:
@@ -82,7 +86,7 @@ def geometries(t: ConfigView) -> tuple[list[Geometry], list[tuple[str, str]]]:
     q, kv, width = t.require_int("num_attention_heads"), t.num_key_value_heads(4), t.head_dim(256)
     same = t.get_bool("attention_k_eq_v", False)
     everywhere = t.get_int("num_global_key_value_heads", kv) if same and not said else kv
-    shared = t.get_int("num_kv_shared_layers", 0, low=0)
+    shared = t.get_int("num_kv_shared_layers", 0, low=0, high=len(kinds))
     found: dict[tuple[str, int, int], list[int]] = {}
     keys = {"num_key_value_heads": "kv_heads"}
     if everywhere != kv:
@@ -157,10 +161,10 @@ def mixture(t: ConfigView, layer: str, index: Index) -> list[Part]:
 
 def build(c: ConfigView, prefix: str) -> Model:
     t = c.text()
-    hidden, count = t.require_int("hidden_size"), t.require_int("num_hidden_layers")
+    hidden, count = t.require_int("hidden_size"), t.count("num_hidden_layers")
     layer, every = f"{prefix}layers.{{layer}}", layers(range(count))
     heads, keys = geometries(t)
-    shared = t.get_int("num_kv_shared_layers", 0, low=0)
+    shared = t.get_int("num_kv_shared_layers", 0, low=0, high=count)
     wide = shared if t.get_bool("use_double_wide_mlp", False) else 0
     narrow, double = layers(range(count - wide)), layers(range(count - wide, count))
     model = decoder(

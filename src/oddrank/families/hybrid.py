@@ -16,12 +16,12 @@ from oddrank.families.decoder import (
     decoder,
     gated_mlp,
     head_norms,
-    in_group,
     layer_index,
     layers,
     linear,
     mlp,
     norms,
+    optional,
     pre_norms,
 )
 from oddrank.families.experts import Experts, router, sparse_layers
@@ -45,7 +45,7 @@ def hybrid(c: ConfigView, prefix: str, family: str, *, experts: bool, net: type[
         more = mixture(t, f"{at}.mlp", sparse, choice) if experts else []
         return [gated, Part([*head_norms(f"{at}.self_attn", heads, full), *pre_norms(at, hidden, index)]), *more]
 
-    drafts = layers(range(t.get_int("mtp_num_hidden_layers", 1, low=0)))
+    drafts = layers(range(t.count("mtp_num_hidden_layers", 1, low=0)))
     draft = block("mtp.layers.{layer}", drafts, drafts, drafts, "mtp experts")
     draft += [] if experts else [mlp(t, "mtp.layers.{layer}.mlp", drafts)]
     # fc mixes the embedding and the hidden state, neither of which is ever cut
@@ -63,7 +63,7 @@ def hybrid(c: ConfigView, prefix: str, family: str, *, experts: bool, net: type[
         net.of(t).part(f"{layer}.linear_attn", hidden, layers(kinds[LINEAR])),
         *rest,
         mlp(t, f"{layer}.mlp", dense),
-        Part(in_group([*(role for part in draft for role in part.roles), *ends], "MTP")),
+        optional(draft, "MTP", *ends),
         Part(vision_tower(c, visual)),
     )
 

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from oddrank.checkpoint.config import ConfigView
-from oddrank.families.decoder import Index, Part, in_group, linear, norms
+from oddrank.families.decoder import Index, Part, in_group, linear, norms, optional
 from oddrank.geometry import Along, Role, Whole
 
 
 def drafts(c: ConfigView, prefix: str, block: Callable[[str, Index], Iterable[Part]]) -> Part:
     """block: (name of a layer, its numbers) -> what a decoder layer of that name holds."""
-    hidden, first = c.require_int("hidden_size"), c.require_int("num_hidden_layers")
+    hidden, first = c.require_int("hidden_size"), c.count("num_hidden_layers")
     key = "num_nextn_predict_layers" if "num_nextn_predict_layers" in c else "num_mtp_layers"
-    count = c.get_int(key, 1, low=0)
+    count = c.count(key, 1, low=0)
     if not count:
         return Part()
     # a pattern of their own: a term that joins a sum of a draft layer has its own owner
     layer, index = f"{prefix}layers.{{draft}}", (("draft", tuple(range(first, first + count))),)
     own = [
-        *(role for part in block(layer, index) for role in part.roles),
         # eh_proj mixes the embedding and the hidden state, neither of which is ever cut
         *linear(f"{layer}.eh_proj", Whole(hidden), Whole(2 * hidden), "replicated", index),
         *norms(layer, hidden, index, "enorm", "hnorm", "shared_head.norm"),
@@ -34,4 +35,5 @@ def drafts(c: ConfigView, prefix: str, block: Callable[[str, Index], Iterable[Pa
         Role(f"{layer}.embed_tokens.weight", row, "column", index, matrix=True),
         Role(f"{layer}.shared_head.head.weight", row, "column", index, matrix=True, work=1.0),
     ]
-    return Part([*in_group(own, "MTP"), *in_group(words, "MTP vocabulary")])
+    made = optional([*block(layer, index)], "MTP", *own)
+    return msgspec.structs.replace(made, roles=[*made.roles, *in_group(words, "MTP vocabulary")])

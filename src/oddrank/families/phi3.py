@@ -38,8 +38,8 @@ def build(c: ConfigView, prefix: str) -> Model:
 def respell(config: Config, reader: str) -> Config:
     """Phi3Config (transformers 5.x) checks the factors of a long rope against hidden / heads, even with head_dim
     written out, and no other class reads these tensors."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if head_dim_is_implied(config) or not (scaling.get("short_factor") or scaling.get("long_factor")):
+    factors = ConfigView(config).rope().extra
+    if head_dim_is_implied(config) or not (factors.get("short_factor") or factors.get("long_factor")):
         return config
     raise OddrankError(
         f"the padded config of this phi3 model has {config['num_attention_heads']} heads of {config['head_dim']}, and "

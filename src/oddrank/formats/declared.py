@@ -15,9 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
+from oddrank.checkpoint.header import show
+from oddrank.errors import OddrankError
+
 Declared = Callable[[str], str | None]
 """Module name -> "dense", "fp8", "nvfp4", "mxfp4", "mxfp8", "int4", "int8", or None where the config says nothing of
 it."""
+
+PATIENCE = 2.0
+"""Seconds that a pattern may take for one name; it takes microseconds."""
 
 WRAPPERS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 
@@ -170,20 +176,41 @@ def _rules(
     return say
 
 
+_Pattern = Callable[[str], bool]
+
+
+def _compiled(expression: str) -> list[_Pattern]:
+    """Whether a name begins with what the expression says; nothing for what is no expression."""
+    import regex  # which can stop: some expressions take longer than anybody waits
+
+    try:
+        compiled = regex.compile(expression)
+    except (regex.error, OverflowError, RecursionError, ValueError):
+        return []
+
+    def match(name: str) -> bool:
+        try:
+            return compiled.match(name, timeout=PATIENCE) is not None
+        except TimeoutError:
+            raise OddrankError(
+                f"quantization_config has the pattern {show(expression)}, and whether it matches {show(name)} is not "
+                f"known after {PATIENCE:g} s: its repeats are nested. Simplify it."
+            ) from None
+
+    return [match]
+
+
 class _Matcher:
     """Names, wildcards and `re:` patterns, whichever wrapper prefix either side carries."""
 
     def __init__(self, entries: Iterable[tuple[str, str | None]], loose: bool) -> None:
         self._names: dict[str, str | None] = {}
-        self._patterns: list[tuple[re.Pattern[str], str | None]] = []
+        self._patterns: list[tuple[_Pattern, str | None]] = []
         for entry, kind in entries:
             if entry.startswith("re:"):
-                try:
-                    self._patterns.append((re.compile(entry[3:]), kind))
-                except re.error:
-                    continue
+                self._patterns += [(pattern, kind) for pattern in _compiled(entry[3:])]
             elif any(c in entry for c in "*?["):
-                self._patterns.append((re.compile(fnmatch.translate(entry)), kind))
+                self._patterns += [(pattern, kind) for pattern in _compiled(fnmatch.translate(entry))]
             else:
                 for spelling in spellings(entry):
                     self._names.setdefault(spelling, kind)
@@ -199,7 +226,7 @@ class _Matcher:
                 if parent in self._names:
                     return (self._names[parent],)
         for pattern, kind in self._patterns:
-            if any(pattern.match(s) for s in spellings(name)):
+            if any(pattern(s) for s in spellings(name)):
                 return (kind,)
         for part in self._loose:
             if f".{part}." in f".{name}.":

@@ -36,7 +36,7 @@ def block_size(quantization: dict[str, Any]) -> tuple[int, int]:
         weights = group.get("weights") if isinstance(group, dict) else None
         if size is None and isinstance(weights, dict):
             size = weights.get("block_structure")
-    if isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size):
+    if isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and 0 < n < 10**6 for n in size):
         return size[0], size[1]
     return 128, 128
 

@@ -55,7 +55,7 @@ def checked(bits: object, group: object, what: str) -> tuple[int, int]:
             "bits, whose codes never cross a word. A checkpoint quantized to one of those works."
         )
     columns = 0 if group in (None, -1, 0) else group
-    if not isinstance(columns, int) or columns < 0 or columns % (32 // bits):
+    if not isinstance(columns, int) or not 0 <= columns < 100_000 or columns % (32 // bits):
         raise OddrankError(
             f"quantization_config says {what} with a scale per group of {group!r} columns; {bits}-bit words hold "
             f"{32 // bits}, so groups must be a multiple of that (32, 64 and 128 are usual), or -1 for whole rows."

@@ -6,7 +6,12 @@ from typing import Literal
 
 import msgspec
 
+from oddrank.errors import OddrankError
+
 AxisKind = Literal["heads", "width", "vocab", "experts"]
+
+MOST: dict[AxisKind, int] = {"heads": 1 << 14, "width": 1 << 22, "vocab": 1 << 22, "experts": 1 << 14}
+"""Elements of an axis: far above any real model, and few enough to lay out one by one."""
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -22,6 +27,13 @@ class Axis(msgspec.Struct, frozen=True):
     count: int
     kind: AxisKind
     summed: bool = True
+
+    def __post_init__(self) -> None:
+        if self.count > MOST[self.kind]:
+            raise OddrankError(
+                f"the config implies {self.count} {self.name}, which is beyond any model: at most {MOST[self.kind]}. "
+                "Correct it, or download the model's config again."
+            )
 
 
 class Pair(msgspec.Struct, frozen=True):

@@ -57,6 +57,11 @@ class Role(msgspec.Struct, frozen=True):
             names = [name + tail for name in names for tail in tails]
         yield from names
 
+    def outermost(self) -> set[str]:
+        """The first and the last of `instances`, and where there are several placeholders those between."""
+        ends = tuple((key, tuple(dict.fromkeys((*values[:1], *values[-1:])))) for key, values in self.index)
+        return set(msgspec.structs.replace(self, index=ends).instances())
+
     def count(self) -> int:
         total = 1
         for _, values in self.index:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from oddrank.formats import Format, candidates, format_named, formats
 from oddrank.formats.base import Stored, stem
 from oddrank.geometry import Model, Role
+from oddrank.geometry.axis import MOST
 from oddrank.layout.index import entries
 
 
@@ -228,7 +229,13 @@ def take_census(
                 if n == role.name and tuple(tensors[n].shape) != implied
             ]
             continue
+        if role.count() > len(tensors):  # not to be named one by one
+            problems.append(f"config.json implies {role.count()} of {role.name}, and there are {len(tensors)} tensors")
+            continue
         logical = tuple(d.size(stock) for d in role.dims)
+        if max(logical, default=0) > MOST["width"]:  # nor its rows or columns
+            problems.append(f"config.json implies that {role.name} is {list(logical)}, which is beyond any model")
+            continue
         forms = []
         for fmt in every if role.matrix else (f for f in every if f.for_vectors):
             if fmt.scattered and not any(True for _ in role.dims[-1].axes()):
@@ -288,9 +295,7 @@ def take_census(
         f"{name} {tensors[name].dtype} {list(tensors[name].shape)} has no role in family {model.family}"
         for name in unmatched
     ]
-    return Census(
-        tuple(uses), len(tensors), ignored, tuple(aliased), unmatched, tuple(sorted(absent)), tuple(problems)
-    )
+    return Census(tuple(uses), len(tensors), ignored, tuple(aliased), unmatched, tuple(sorted(absent)), tuple(problems))
 
 
 def _in_order(form: _Form, base: str, read: Read | None) -> bool:
@@ -314,8 +319,7 @@ def _absent(model: Model, tensors: Mapping[str, TensorLike]) -> tuple[set[str], 
     for role in model.roles:
         if role.group is None and role.either is None:
             continue
-        names = list(role.instances())
-        there = any(_stored_under(stem(n), tensors) for n in ({names[0], names[-1]} if names else ()))
+        there = any(_stored_under(stem(n), tensors) for n in role.outermost())
         if role.group is not None:
             groups[role.group] = groups.get(role.group, False) or there
         if role.either is not None:

@@ -11,6 +11,7 @@ import msgspec
 
 from oddrank.errors import OddrankError
 from oddrank.geometry import Model
+from oddrank.geometry.axis import MOST
 
 
 class Executor(msgspec.Struct, frozen=True):
@@ -74,10 +75,6 @@ RUNTIME = Executor(
 EXECUTORS: Mapping[str, Executor] = {e.name: e for e in (RUNTIME, VLLM)}
 
 
-MOST, MOST_HEADS = 1 << 24, 1 << 14
-"""The largest values a constraint may ask for: widths, rows and bytes; heads."""
-
-
 class Constraints(msgspec.Struct, frozen=True):
     """What the user asked for beyond the executor's own constraints.
 
@@ -100,14 +97,21 @@ class Constraints(msgspec.Struct, frozen=True):
         # a latent that all heads share has no KV heads to group by, and the same bytes in any layout
         shared = bool(model.kv) and all(cache.axis is None for cache in model.kv)
         named = ("block",) if shared else ("gqa", "kv_bytes", "block")
+        cached = {cache.axis for cache in model.kv}
+        ratio = max((model.ratio(pair) for pair in model.pairs if pair.leader in cached), default=0)
         exact: dict[str, int] = {}
         multiple: dict[str, int] = {}
         for key, value in given.items():
             if value < 1:
                 raise OddrankError(f"constraint {key}={value}: the value must be a positive whole number.")
-            limit = MOST_HEADS if key == "gqa" or key.removesuffix("_multiple") in heads else MOST
+            limit = MOST["heads" if key == "gqa" or key.removesuffix("_multiple") in heads else "width"]
             if value > limit:
                 raise OddrankError(f"constraint {key}={value} is beyond any model; at most {limit}.")
+            if key == "gqa" and ratio and value > 2 * ratio:
+                raise OddrankError(
+                    f"constraint gqa={value}: the model's KV heads serve at most {ratio} query heads each, so most of "
+                    f"{value} query slots a KV slot would be dummies. At most gqa={2 * ratio}; gqa={ratio} has none."
+                )
             if key in named:
                 continue
             if key in axes:

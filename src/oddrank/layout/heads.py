@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from oddrank.geometry.axis import MOST
 from oddrank.layout.candidate import Candidate
 from oddrank.layout.layouts import DUMMY, Layout, Pairing, apportion, even_pairing
 
@@ -32,14 +33,14 @@ def grouped(p: PairSizes, ranks: int, g: int, leader_slots: int | None = None) -
 
     Each leader takes ceil(r / g) slots (the same leader repeated), each with g follower slots, short ones filled
     with dummies; dummy leaders are added until the slots divide by the ranks in whole units. `leader_slots` fixes
-    the total instead. None where that total is too small or does not divide.
+    the total instead. None where that total is too small, does not divide, or is beyond any model.
     """
     copies = -(-p.ratio // g)
     needed = p.leaders * copies
     # per rank, leaders in whole units, and g times as many followers in whole units
     step = math.lcm(p.leader_unit, p.follower_unit // math.gcd(p.follower_unit, g)) * ranks
     total = -(-needed // step) * step if leader_slots is None else leader_slots
-    if total < needed or total % step:
+    if total < needed or total % step or total * g > MOST["heads"]:
         return None
     leaders = np.full(total, DUMMY, dtype=np.int64)
     followers = np.full((total, g), DUMMY, dtype=np.int64)

@@ -25,6 +25,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
 def to_runs(source: IntArray | Sequence[int]) -> tuple[Run, ...]:
     """Compress slots (source elements, -1 = dummy) into runs."""
+    if isinstance(source, range) and source.step == 1 and source.start >= 0:
+        return (Run(source.start, len(source)),) if source else ()
     a = np.asarray(source, dtype=np.int64)
     if not len(a):
         return ()

@@ -16,8 +16,13 @@ WORTH = 1.05
 """Refine only where the stored blocks make the fullest rank more than 5% larger: fewer, larger blocks are faster."""
 
 
+LEAST_BLOCK = 16
+"""Elements that the smallest matrix instructions multiply at once."""
+
+
 def require_block(model: Model, uses: Iterable[Use], block: int) -> None:
-    """Raises OddrankError unless this checkpoint has block scales and `block` divides all of them."""
+    """Raises OddrankError unless this checkpoint has block scales, `block` divides all of them and is not so small that
+    no kernel multiplies a block at once."""
     found = {
         size
         for use in uses
@@ -28,8 +33,13 @@ def require_block(model: Model, uses: Iterable[Use], block: int) -> None:
     wrong = sorted(size for size in found if size % block)
     if not found:
         raise OddrankError(f"constraint block={block}: this checkpoint has no block scales to rewrite. Leave it out.")
+    works = [n for n in range(LEAST_BLOCK, min(found) + 1) if all(size % n == 0 for size in found)]
+    if block < LEAST_BLOCK:
+        raise OddrankError(
+            f"constraint block={block}: no kernel takes scales for fewer than {LEAST_BLOCK} elements, and as good as "
+            f"every weight would have its own. {', '.join(map(str, works)) or 'No other block'} can be had."
+        )
     if wrong:
-        works = [n for n in range(1, min(found) + 1) if all(size % n == 0 for size in found)]
         raise OddrankError(
             f"constraint block={block}: scales per {wrong[0]} elements cannot be rewritten per {block}, which does not "
             f"divide {wrong[0]}. {', '.join(map(str, works))} do."

@@ -23,6 +23,7 @@ from oddrank.synth.numbers import Words, to_bf16
 from oddrank.synth.quantization import hf_quant_config
 from oddrank.synth.release import Release, Stored
 from oddrank.synth.schemes import Scheme
+from oddrank.synth.tokenizer import tokenizer_files
 from oddrank.synth.values import MATRICES, bound, matrix_rows, matrix_shape, vector
 
 INDEX = "model.safetensors.index.json"
@@ -110,12 +111,13 @@ def _encode_bank(stored: Stored, scheme: Scheme, seed: int) -> dict[str, Words]:
 def write_checkpoint(
     release: Release, out: str | os.PathLike[str], *, shards: int | None = None, restart: bool = False
 ) -> Path:
-    """Write the release with its values; returns the directory. An interrupted run continues where it was."""
+    """Write the release with its values and a tokenizer; returns the directory. An interrupted run continues where it
+    was."""
     files = files_of(release, shards)
     made_from = msgspec.json.encode((release.family, release.format, release.size, release.wrapped, release.seed))
     with AtomicDirectory(out, f"synth {made_from.decode()} {shards}", restart=restart) as directory:
         directory.require_space(_size(files))
-        for name, text in _documents(release, files).items():
+        for name, text in {**_documents(release, files), **_tokenizer(release)}.items():
             if directory.done(name) is None:
                 directory.write_bytes(name, text)
         for name, held in files.items():
@@ -172,6 +174,15 @@ def _documents(release: Release, files: Files) -> dict[str, bytes]:
         where = {n: file for file, held in files.items() for s in held for n in s.names()}
         found[INDEX] = _json({"metadata": {"total_size": _size(files)}, "weight_map": dict(sorted(where.items()))})
     return found
+
+
+def _tokenizer(release: Release) -> dict[str, bytes]:
+    """Of a model with values, which can be run; one that is read as a drafter has its target's."""
+    made = config(release)
+    told = {**made, **made.get("text_config", {})}
+    keys = ("bos_token", "eos_token")
+    special = {key: told[f"{key}_id"] for key in keys if isinstance(told.get(f"{key}_id"), int)}
+    return {} if release.family == "dflash" else tokenizer_files(release.size.vocab, special)
 
 
 def _size(files: Files) -> int:
