@@ -186,7 +186,7 @@ def main() -> int:
             rows.append(row(f"{what}, against bf16", gain, "x", gain >= least, f">= {least} x"))
         gain = BATCH * ratio(f"{name}, batch {BATCH}", name)
         met, of_batch = gain >= BATCH_GAIN, f"{what}: tokens a second at batch {BATCH}, against 1"
-        times = 2 if name in ("NVFP4", "MXFP4", "int4") else 1
+        times = 2 if name in ("NVFP4", "MXFP4", "int4", "int8", "int8, groups of 128") else 1
         kind = "bf16" if times == 1 and found.level == "avx512bf16" else "fp32"
         roof = times * statistics.median(
             a * each[name] / (b * N * K) for a, b in zip(wall[name], wall[f"{kind} products"], strict=True)

@@ -1,13 +1,13 @@
-// The products of bf16_pairs.h with many x: a lane of a vector is one x, so nothing is added up across a vector in the end,
-// and a weight is read once for 32 x. x is turned to that form a tile of columns at a time, by whoever takes some rows.
-// Sums are in another order than with few x.
+// The products of bf16 weights (bf16_pairs.h) with many x: a lane of a vector is one x, so nothing is added up across a
+// vector in the end, and a weight is read once for 32 x. x is turned to that form a tile of columns at a time, by whoever
+// takes some rows. Sums are in another order than with few x. e4m3 gains nothing: it would be decoded once for 32 x.
 #pragma once
 #include "bf16_pairs.h"
 
 namespace oddrank {
 namespace {
 
-constexpr int64_t LANES_FROM = 12;      // x: with fewer the empty lanes cost more than the sums across vectors
+constexpr int64_t LANES_FROM = 10;      // x: with fewer the empty lanes cost more than the sums across vectors
 constexpr int LANE_X = 16, LANES_V = 2;  // x in a vector, and vectors at once
 constexpr int LANES_R = 12;             // rows at once: 24 sums
 constexpr int LANES_ROWS = 96;          // rows that take a tile of x
@@ -74,87 +74,50 @@ inline INLINE void lanes_pairs(const uint8_t *rows, int64_t stride, const __m512
   int64_t p = 0;
   for (; p + 16 <= count; p += 16) {
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) fetch(at[r / 3] + r % 3 * stride + p * 4 + R * stride);
+    for (int r = 0; r < R; r++)  // to the second cache: x goes through the first one before these are read
+      _mm_prefetch(reinterpret_cast<const char *>(at[r / 3] + r % 3 * stride + p * 4 + R * stride), _MM_HINT_T1);
 #pragma GCC unroll 4
     for (int i = 0; i < 16; i++) one(p + i);
   }
   for (; p < count; p++) one(p);
 }
 
-// Columns of a tile as pairs, as the rows are read there.
-struct LanesBf16 {
-  const Matrix &a;
-  explicit LanesBf16(const Matrix &matrix) : a(matrix) {}
-  int64_t segment() const { return LANES_TILE; }
-  template <int R, int V, class Take>
-  inline INLINE void products(int64_t row, int64_t begin, int64_t end, const __m512i *x, Take take) {
-    const uint8_t *rows = a.values + row * a.row_bytes + 2 * begin;
-    __m512 sums[R][V] = {};
-    const int64_t pairs = (end - begin) / 2;
-    lanes_pairs<R, V>(rows, a.row_bytes, x, pairs, sums);
-    if ((end - begin) % 2)
-      for (int r = 0; r < R; r++) {
-        uint16_t last;
-        std::memcpy(&last, rows + r * a.row_bytes + 4 * pairs, 2);
-        for (int v = 0; v < V; v++)
-          sums[r][v] = _mm512_dpbf16_ps(sums[r][v], as_pairs(_mm512_set1_epi32(last)),
-                                        as_pairs(_mm512_load_si512(x + pairs * V + v)));
-      }
-    for (int r = 0; r < R; r++) take(r, a.factor, sums[r]);
-  }
-};
-
-struct LanesE4m3 {
-  const Matrix &a;
-  const PairsE4m3 decode;
-  alignas(64) uint8_t rows[LANES_R][LANES_TILE * 2];
-  explicit LanesE4m3(const Matrix &matrix) : a(matrix) {}
-  int64_t segment() const { return a.block_k && a.block_k < LANES_TILE ? a.block_k : LANES_TILE; }
-  template <int R, int V, class Take>
-  inline INLINE void products(int64_t row, int64_t begin, int64_t end, const __m512i *x, Take take) {
-    const int64_t groups = (end - begin + PAIRS_GROUP - 1) / PAIRS_GROUP, each = segment() / PAIRS_GROUP;
+// Adds the products of columns [begin, end) of R rows, times the matrix's factor, to `all`.
+template <int R, int V>
+inline INLINE void lanes_product(const Matrix &a, int64_t row, int64_t begin, int64_t end, const __m512i *x,
+                                 __m512 (*all)[V]) {
+  const uint8_t *rows = a.values + row * a.row_bytes + 2 * begin;
+  __m512 sums[R][V] = {};
+  const int64_t pairs = (end - begin) / 2;
+  lanes_pairs<R, V>(rows, a.row_bytes, x, pairs, sums);
+  if ((end - begin) % 2)
     for (int r = 0; r < R; r++) {
-      const uint8_t *from = a.values + (row + r) * a.row_bytes + begin;
-      for (int64_t g = 0; g < groups; g++, from += PAIRS_GROUP) {
-        alignas(64) uint8_t last[PAIRS_GROUP] = {};
-        const int64_t left = end - begin - g * PAIRS_GROUP;
-        if (left < PAIRS_GROUP) std::memcpy(last, from, size_t(left));
-        __m512i w[2];
-        fetch(from + R * a.row_bytes);
-        decode(left < PAIRS_GROUP ? last : from, w);
-        _mm512_store_si512(rows[r] + 128 * g, w[0]);
-        _mm512_store_si512(rows[r] + 128 * g + 64, w[1]);
-      }
+      uint16_t last;
+      std::memcpy(&last, rows + r * a.row_bytes + 4 * pairs, 2);
+      for (int v = 0; v < V; v++)
+        sums[r][v] = _mm512_dpbf16_ps(sums[r][v], as_pairs(_mm512_set1_epi32(last)),
+                                      as_pairs(_mm512_load_si512(x + pairs * V + v)));
     }
-    for (int64_t g = 0; g < groups; g += each) {
-      const int64_t count = g + each < groups ? each : groups - g;
-      __m512 sums[R][V] = {};
-      lanes_pairs<R, V>(rows[0] + 128 * g, LANES_TILE * 2, x + 32 * g * V, 32 * count, sums);
-      const int64_t s = a.block_k ? (begin + g * PAIRS_GROUP) / a.block_k : 0;
-      for (int r = 0; r < R; r++) take(r, a.factor * segment_scales(a, row + r)[s], sums[r]);
-    }
-  }
-};
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) all[r][v] = _mm512_fmadd_ps(sums[r][v], _mm512_set1_ps(a.factor), all[r][v]);
+}
 
 // y of rows [begin, end), at most LANES_ROWS, for up to 16 * V x.
-template <class F, int V>
-void lanes_rows(F &f, const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+template <int V>
+void lanes_rows(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
                 int64_t stride) {
   alignas(64) __m512i packed[LANES_TILE / 2 * V];
   __m512 all[LANES_ROWS][V];
-  const int64_t rows = end - begin, tile = LANES_TILE / f.segment() * f.segment();  // whole segments
+  const int64_t rows = end - begin;
   for (int64_t r = 0; r < (rows + 3) / 4 * 4; r++)
     for (int v = 0; v < V; v++) all[r][v] = _mm512_setzero_ps();
-  for (int64_t t = 0; t < a.k; t += tile) {
-    const int64_t stop = t + tile < a.k ? t + tile : a.k;
+  for (int64_t t = 0; t < a.k; t += LANES_TILE) {
+    const int64_t stop = t + LANES_TILE < a.k ? t + LANES_TILE : a.k;
     lanes_pack<V>(x, m, t / 2, (stop - t + PAIRS_GROUP - 1) / PAIRS_GROUP * PAIRS_GROUP / 2, packed);
     int64_t r = 0;
-    const auto take = [&](int i, float scale, const __m512 (&sums)[V]) INLINE {
-      for (int v = 0; v < V; v++) all[r + i][v] = _mm512_fmadd_ps(sums[v], _mm512_set1_ps(scale), all[r + i][v]);
-    };
-    for (; r + LANES_R <= rows; r += LANES_R) f.template products<LANES_R, V>(begin + r, t, stop, packed, take);
-    for (; r + 4 <= rows; r += 4) f.template products<4, V>(begin + r, t, stop, packed, take);
-    for (; r < rows; r++) f.template products<1, V>(begin + r, t, stop, packed, take);
+    for (; r + LANES_R <= rows; r += LANES_R) lanes_product<LANES_R, V>(a, begin + r, t, stop, packed, all + r);
+    for (; r + 4 <= rows; r += 4) lanes_product<4, V>(a, begin + r, t, stop, packed, all + r);
+    for (; r < rows; r++) lanes_product<1, V>(a, begin + r, t, stop, packed, all + r);
   }
   for (int64_t r = 0; r < rows; r += 4)  // four rows are turned back to x at a time
     for (int v = 0; v < V; v++) {
@@ -174,23 +137,15 @@ void lanes_rows(F &f, const Matrix &a, const uint8_t *const *x, int64_t m, int64
     }
 }
 
-template <class F>
-void lanes_multiply_as(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
-                       int64_t stride) {
-  F f(a);
+void lanes_multiply(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
+                    int64_t stride) {
   for (int64_t b = 0; b < m; b += LANE_X * LANES_V)
     for (int64_t row = begin; row < end; row += LANES_ROWS) {
       const int64_t stop = row + LANES_ROWS < end ? row + LANES_ROWS : end;
       float *to = y + b * stride + row - begin;
-      m - b > LANE_X ? lanes_rows<F, LANES_V>(f, a, x + b, m - b, row, stop, to, stride)
-                    : lanes_rows<F, 1>(f, a, x + b, m - b, row, stop, to, stride);
+      m - b > LANE_X ? lanes_rows<LANES_V>(a, x + b, m - b, row, stop, to, stride)
+                     : lanes_rows<1>(a, x + b, m - b, row, stop, to, stride);
     }
-}
-
-void lanes_multiply(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
-                    int64_t stride) {
-  a.format == BF16 ? lanes_multiply_as<LanesBf16>(a, x, m, begin, end, y, stride)
-                   : lanes_multiply_as<LanesE4m3>(a, x, m, begin, end, y, stride);
 }
 
 }  // namespace

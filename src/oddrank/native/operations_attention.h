@@ -16,7 +16,7 @@ constexpr int PAIR = 2 * WIDTH;    // numbers of a pair of vectors
 constexpr int AHEAD = 2048;        // bytes: about what memory takes to answer
 
 // Asks for `bytes` behind p, and for those that lie AHEAD of q.
-inline void prefetch(const void *p, const void *q, int64_t bytes) {
+inline __attribute__((always_inline)) void prefetch(const void *p, const void *q, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) {
     __builtin_prefetch(static_cast<const uint8_t *>(p) + i, 0, 2);
     __builtin_prefetch(static_cast<const uint8_t *>(q) + AHEAD + i);

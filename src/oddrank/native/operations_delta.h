@@ -24,7 +24,7 @@ void convolve(const float *x, const float *taps, float *inputs, float *y, int64_
 }
 
 // Asks for the half of `count` rows of a state, of `width` numbers each, that the other pass does not ask for.
-inline void prefetch_rows(const float *state, int64_t count, int64_t width, int64_t second) {
+inline __attribute__((always_inline)) void prefetch_rows(const float *state, int64_t count, int64_t width, int64_t second) {
   if (!state) return;
   const uint8_t *at = reinterpret_cast<const uint8_t *>(state);
   for (int64_t i = 64 * second; i < 4 * count * width; i += 128) __builtin_prefetch(at + i, 1, 2);
