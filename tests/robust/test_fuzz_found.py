@@ -205,3 +205,11 @@ def test_layers_of_gemma4_that_are_no_numbers(tmp_path: Path, key: str) -> None:
 def test_more_layers_borrow_keys_than_there_are(tmp_path: Path) -> None:
     """A pattern was made of the number of each."""
     refused(changed(tmp_path, "gemma4", "bf16", num_kv_shared_layers=2**31 - 1), "num_kv_shared_layers", "from 0 to 2")
+
+
+def test_more_heads_asked_for_than_any_that_divide_the_hidden_size(tmp_path: Path) -> None:
+    """An IndexError, where the error was to name some that do."""
+    path = changed(tmp_path, "gemma3", "bf16")
+    plan = make_plan(path, 2, executor="vllm", constraints={"q_heads": 1000}).plan
+    with pytest.raises(OddrankError, match=r"has 1000 heads.*No larger number divides it: ask for fewer"):
+        virtual_config(plan, Checkpoint.open(path).config)

@@ -20,10 +20,9 @@ def written(tmp_path: Path, family: str, **cut: Any) -> Path:
     return write_checkpoint(describe_release(family, size="tiny", layers=2, experts=2, **cut), tmp_path / family)
 
 
-SPECIAL = [("llama", {511}), ("gemma3", {1, 2}), ("qwen3", {511}), ("qwen3_5_moe", set())]
-
-
-@pytest.mark.parametrize(("family", "special"), SPECIAL)
+@pytest.mark.parametrize(
+    ("family", "special"), [("llama", {511}), ("gemma3", {1, 2}), ("qwen3", {511}), ("qwen3_5_moe", set())]
+)
 def test_any_text_in_and_any_token_out(tmp_path: Path, family: str, special: set[int]) -> None:
     path = written(tmp_path, family)
     config = json.loads((path / "config.json").read_text())

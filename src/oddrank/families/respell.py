@@ -70,9 +70,10 @@ def require_dividing_heads(config: Config) -> None:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if hidden % heads:
         works = [str(n) for n in range(heads + 1, hidden + 1) if hidden % n == 0][:4]
+        ask = f"The next that divide are {', '.join(works)}: ask for one that the ranks divide, as in --constraint "
+        remedy = f"{ask}q_heads={works[0]}." if works else "No larger number divides it: ask for fewer."
         raise OddrankError(
             f"the padded config of this {config.get('model_type')} model has {heads} heads, and its own class refuses "
             f"a number that does not divide hidden_size {hidden}, even with head_dim written out, so nothing would "
-            f"load it from disk. The next that divide are {', '.join(works)}: ask for one that the ranks divide, as "
-            f"in --constraint q_heads={works[0]}. `oddrank vllm serve` streams any layout into vLLM without that check."
+            f"load it from disk. {remedy} `oddrank vllm serve` streams any layout into vLLM without that check."
         )
