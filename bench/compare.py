@@ -60,7 +60,8 @@ def quantize(model: Path, out: Path) -> int:
                 numbers = from_bf16(stored)
                 limit = float(np.abs(numbers).max())
                 base = (HEAD if table else name).removesuffix(".weight")
-                made = zip(NVFP4.parts(*info.shape), NVFP4.encode(numbers, limit), NVFP4.constants(limit), strict=True)
+                constants = NVFP4.constants(*info.shape, limit)
+                made = zip(NVFP4.parts(*info.shape), NVFP4.encode(numbers, limit), constants, strict=True)
                 for part, encoded, constant in made:
                     if part.suffix != ".input_scale":
                         put(base + part.suffix, part.dtype, part.shape, constant if encoded is None else encoded)
