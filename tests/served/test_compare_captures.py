@@ -240,6 +240,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     code, out, err = run(capsys, "compare", *both, "--json", "--near-tie", 6, "--max-kl", 9)
     found = json.loads(out)
     assert code == 0 and found["near_ties"] == 1 and found["pairs"][0]["divergence"]["at"] == 1
+    code, out, err = run(capsys, "compare", *both, "--max-kl", "nan")
+    assert code == 2 and "nan is no number" in err and not out
     code, _, err = run(capsys, "compare", tmp_path / "x.json", tmp_path / "y.json", "--suite", "long")
     assert code == 2 and "both sides are files" in err
     code, _, err = run(capsys, "compare", tmp_path / "x.json", tmp_path / "none.json")

@@ -381,6 +381,25 @@ def test_a_connection_that_is_closed_under_an_answer(caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
+def test_a_long_text_stops_nobody() -> None:
+    """Another request is answered while megabytes are made tokens; and no body asks for more answers than a few."""
+
+    async def work() -> None:
+        ranks = FakeRanks(says("Hello"))
+        async with serving(ranks, limit=1 << 24) as (client, _):
+            long = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a " * 2_000_000}))
+            await asyncio.sleep(0)
+            assert (await client.get("/health")).status_code == 200
+            assert not long.done()
+            refused = await long
+            assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+            many = await client.post("/v1/completions", json={"prompt": ["a"] * 513, "n": 2})
+            assert many.status_code == 400 and "1026" in many.json()["error"]["message"]
+            assert not ranks.submitted
+
+    run(work())
+
+
 def test_keys() -> None:
     async def work() -> None:
         async with serving(FakeRanks(says("x")), key="secret") as (client, _):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from oddrank.cli.number import Number
 from oddrank.errors import CheckFailedError, OddrankError
 
 
@@ -32,7 +33,7 @@ from oddrank.errors import CheckFailedError, OddrankError
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="Sent as a bearer token; by default $OPENAI_API_KEY.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=600.0,
     show_default=True,
     metavar="SECONDS",

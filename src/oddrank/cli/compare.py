@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from oddrank.cli.number import Number
 from oddrank.errors import CheckFailedError, OddrankError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--near-tie",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=0.5,
     show_default=True,
     metavar="NATS",
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--max-kl",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=0.005,
     show_default=True,
     metavar="NATS",

@@ -8,6 +8,7 @@ from typing import Any
 import click
 import msgspec
 
+from oddrank.cli.number import Number
 from oddrank.cli.options import RANK_MEMORY, Sizes, expert_options, plan_for, planning
 from oddrank.errors import OddrankError
 from oddrank.runtime.expert_options import ExpertOptions
@@ -38,8 +39,8 @@ class TokenIds(click.ParamType[list[int]]):
     help="Token ids to continue, in place of a text: needs no tokenizer.",
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens at most.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--temperature", type=Number(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=Number(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0: all tokens.")
 @click.option("--seed", type=int, help="For sampling; the same seed gives the same text at any TP size.")
 @click.option("--chat", is_flag=True, help="Put each prompt in the model's chat template, as a user's message.")

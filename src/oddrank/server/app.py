@@ -125,6 +125,10 @@ def make_app(state: State) -> FastAPI:
     return app
 
 
+_LONG_BODY = 1 << 16
+"""Bytes from which a body is read beside the other requests rather than between them."""
+
+
 class _Watched:
     """Every request of the API gets one log line when its answer is over, however it ends, and no traceback."""
 
@@ -198,7 +202,8 @@ async def _answer(state: State, request: Request, make: Callable[[bytes, Watch],
         raise ApiError(503, str(state.backend.failure), kind="server_error")
     if state.backend.ready is None:
         raise ApiError(503, "The weights are still being loaded; try again soon.", kind="server_error")
-    answer = make(body, watch)
+    # tokenizers let others run meanwhile, and a text of megabytes takes seconds
+    answer = make(body, watch) if len(body) < _LONG_BODY else await asyncio.to_thread(make, body, watch)
     if answer.asked.stream:
         watch.stream = True
         first = answer.events()

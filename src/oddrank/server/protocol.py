@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 MOST_LOGPROBS = 20
-MOST_CHOICES = 128
+MOST_CHOICES, MOST_SEQUENCES = 128, 1024
 MOST_STOPS = 16
 
 T = TypeVar("T", bound=BaseModel)
@@ -144,6 +144,8 @@ class CompletionRequest(_Asked):
             raise ValueError("best_of is not supported here: leave it out, or give what n is")
         if not self.prompt and not isinstance(self.prompt, str):
             raise ValueError("prompt is empty")
+        if (asked := len(self.prompts()) * self.n) > MOST_SEQUENCES:
+            raise ValueError(f"prompt and n ask for {asked} answers, and one request may for {MOST_SEQUENCES}")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens is 0 and nothing is echoed, so there is nothing to answer")
         return self

@@ -182,9 +182,10 @@ def make_executor(model: Llama, options: ServingOptions, free: int) -> tuple[Exe
     pages = int(told.min())
     if pages < 1:
         raise OddrankError(
-            f"There is no room for KV cache: {budget / 2**20:.0f} MiB are there for it, {options.running} requests' "
-            f"states take {options.running * state / 2**20:.0f} MiB of them and a page of {options.page} tokens "
-            f"{page / 2**20:.2f} MiB. Give more --kv-memory, or take fewer --max-running-requests."
+            f"There is no room for KV cache: {budget / 2**20:.2f} MiB are there for it"
+            + (f", {options.running} requests' states take {options.running * state / 2**20:.0f} MiB" if state else "")
+            + f" and a page of {options.page} tokens takes {page / 2**20:.2f} MiB. Give more --kv-memory"
+            + (", or take fewer --max-running-requests." if state else ".")
         )
     snapshots = int(group.all_gather(torch.tensor([snapshots], device=group.device), 0).min())
     plain = model.new_cache(options.running + snapshots)

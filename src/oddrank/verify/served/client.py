@@ -7,6 +7,7 @@ most is asked for first, and what a server refuses is left out from then on.
 from __future__ import annotations
 
 import datetime
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ import httpx
 
 from oddrank.errors import OddrankError
 from oddrank.verify.served.answers import FORMAT, Answer, Candidate, Capture, Prompt, Token
+
+log = logging.getLogger("oddrank")
 
 TOP = 5
 """Candidates asked for at each place: the most that OpenAI's own completions give."""
@@ -139,7 +142,10 @@ class _Asker:
             for extras in _EXTRAS:
                 way = _Way(name, extras.get("logprobs", False), extras.get("ids", False))
                 try:
-                    return way, self._ask(prompt, way)
+                    found = self._ask(prompt, way)
+                    if refused and name != apis[0]:
+                        log.warning("%s refuses chat, so completions are asked (%s)", self.base, refused[-1])
+                    return way, found
                 except _RefusedError as error:
                     refused.append(f"{name}: {error}")
                 except _FailedError as error:
