@@ -89,8 +89,8 @@ def geometries(t: ConfigView) -> tuple[list[Geometry], list[tuple[str, str]]]:
     shared = t.get_int("num_kv_shared_layers", 0, low=0, high=len(kinds))
     found: dict[tuple[str, int, int], list[int]] = {}
     keys = {"num_key_value_heads": "kv_heads"}
-    if everywhere != kv:
-        keys["num_global_key_value_heads"] = "full_kv_heads"
+    if same and not said and "num_global_key_value_heads" in t:
+        keys["num_global_key_value_heads"] = "kv_heads" if everywhere == kv else "full_kv_heads"
     for i, kind in enumerate(kinds):
         heads, d = (everywhere, t.get_int("global_head_dim", 512)) if kind == FULL and not said else (kv, width)
         if i in said:
