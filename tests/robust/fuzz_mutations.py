@@ -324,6 +324,15 @@ def sound(shard: Shard) -> bool:
     )  # fmt: skip
 
 
+def sound_entry(rng: Random, model: Model) -> tuple[Shard, str, dict[str, Any]] | None:
+    """A tensor, by name and fields, of a shard whose offsets can be computed."""
+    found = shard_of(rng, model)
+    if found is None or not sound(found[1]):
+        return None
+    name, fields = rng.choice(found[1].entries)
+    return found[1], name, fields
+
+
 def lay(shard: Shard) -> None:
     if sound(shard):
         shard.lay()
@@ -352,22 +361,22 @@ def entry(rng: Random, model: Model, _: list[Model]) -> str:
 
 def dtype(rng: Random, model: Model, _: list[Model]) -> str:
     """Another dtype, with offsets that agree half of the time."""
-    found = shard_of(rng, model)
-    if found is None or not sound(found[1]):
+    found = sound_entry(rng, model)
+    if found is None:
         return "nothing"
-    name, fields = rng.choice(found[1].entries)
+    shard, name, fields = found
     fields["dtype"] = rng.choice([*BITS, "F4", "Q4_0", "bfloat16", "F6_E2M3", "C64", "bf16"])
     if rng.random() < 0.7:
-        lay(found[1])
+        lay(shard)
     return f"{name!r} is {fields['dtype']}"
 
 
 def shape(rng: Random, model: Model, _: list[Model]) -> str:
     """Another shape, with offsets that agree."""
-    found = shard_of(rng, model)
-    if found is None or not sound(found[1]):
+    found = sound_entry(rng, model)
+    if found is None:
         return "nothing"
-    name, fields = rng.choice(found[1].entries)
+    shard, name, fields = found
     shape_ = fields["shape"]
     kind = rng.randrange(6)
     if kind == 0 or not shape_:
@@ -380,7 +389,7 @@ def shape(rng: Random, model: Model, _: list[Model]) -> str:
         place = rng.randrange(len(shape_))
         n = shape_[place]
         shape_[place] = rng.choice([n + 1, max(n - 1, 0), 2 * n, n // 2, 3 * n, 0, 1, 2**20, 2**31, 2**40])
-    lay(found[1])
+    lay(shard)
     return f"{name!r} is {shape_}"
 
 
