@@ -25,8 +25,8 @@ struct LinearArguments {
 };
 
 constexpr int64_t PIECE = 48 << 10;  // bytes of weights in a piece of work: microseconds, many pieces a matrix
-constexpr int64_t BATCH_ROWS = 48;   // the least rows of one where there are several x: those that share a tile of them
-constexpr int64_t MANY = 10;         // x, from which twice as many share one
+constexpr int64_t BATCH_ROWS = 48;   // the least rows of one where there are several x: those that share a tile of them;
+                                     // of MANY x twice as many
 
 struct Part {
   const uint8_t *const *x;  // m arranged ones
