@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from server.fake_ranks import END, VOCAB, FakeRanks, tokenizer
 from oddrank.runtime.serving.messages import Submit
 from oddrank.server.app import State, make_app
 from oddrank.server.backend import Backend
+from oddrank.server.logs import lines
 from oddrank.server.metrics import Metrics
 from oddrank.server.served import Served
 
@@ -378,7 +380,18 @@ def test_a_connection_that_is_closed_under_an_answer(caplog: pytest.LogCaptureFi
             assert b'outcome="failed"' not in state.metrics.text()
 
     run(work())
-    assert not caplog.records
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_logging_is_as_it_was_after_serving(capfd: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("oddrank.server")
+    before = (list(log.handlers), log.level, log.propagate)
+    with lines(as_json=False):
+        log.info("heard")
+    log.info("not heard")
+    assert (list(log.handlers), log.level, log.propagate) == before
+    said = capfd.readouterr().err
+    assert said.endswith(" heard\n") and "not heard" not in said
 
 
 def test_a_long_text_stops_nobody() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,16 +34,25 @@ class PlainFormatter(logging.Formatter):
         return f"{when} {head} {rest}".rstrip()
 
 
-def set_up(as_json: bool) -> None:
-    """The server's own lines to standard error, and what uvicorn warns of."""
+@contextmanager
+def lines(as_json: bool) -> Iterator[None]:
+    """Inside, the server's own lines go to standard error, and what uvicorn warns of; afterwards all is as it was."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
     # answers that are cut off at the end have their own line; uvicorn would add a traceback
     handler.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)))
-    for logger, level in ((log, logging.INFO), (logging.getLogger("uvicorn"), logging.WARNING)):
+    loggers = ((log, logging.INFO), (logging.getLogger("uvicorn"), logging.WARNING))
+    before = [(logger.handlers, logger.level, logger.propagate) for logger, _ in loggers]
+    for logger, level in loggers:
         logger.handlers = [handler]
         logger.setLevel(level)
         logger.propagate = False
+    try:
+        yield
+    finally:
+        for (logger, _), (handlers, level, propagate) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
 
 
 def _plain(value: Any) -> str:

@@ -25,7 +25,7 @@ from oddrank.runtime.parallel.launch import Ranks
 from oddrank.runtime.serving.options import ServingOptions
 from oddrank.server.app import State, make_app
 from oddrank.server.backend import Backend
-from oddrank.server.logs import log, set_up
+from oddrank.server.logs import lines, log
 from oddrank.server.metrics import Metrics
 from oddrank.server.served import Defaults, Served
 
@@ -70,7 +70,6 @@ def serve(
 
     experts.check(plan.model)
     serving.check()
-    set_up(options.log_json)
     checkpoint = Checkpoint.open(model)
     served = describe(checkpoint, options.names, serving.length)
     listener = _listen(options.host, options.port)  # before the weights are read: a port in use is said at once
@@ -79,7 +78,7 @@ def serve(
         msgspec.structs.replace(serving, length=served.max_length),
     )  # fmt: skip
     metrics = Metrics()
-    with listener:
+    with listener, lines(options.log_json):
         ranks = Ranks(plan.tp, serve_rank, job, device=device, threads=threads, log_json=options.log_json)
         backend = Backend(ranks, metrics.stats)
         try:
