@@ -12,6 +12,7 @@ from oddrank.cli.number import Number
 from oddrank.cli.options import RANK_MEMORY, Sizes, expert_options, plan_for, planning
 from oddrank.errors import OddrankError
 from oddrank.runtime.expert_options import ExpertOptions
+from oddrank.words import counted
 
 
 class TokenIds(click.ParamType[list[int]]):
@@ -169,8 +170,9 @@ def command(
             if not live:
                 click.echo(f"--- {asked_for}")
             click.echo(words)
+    generated = counted(sum(len(o.token_ids) for o in result.outputs), "token")
     click.echo(
-        f"TP={result.tp} {plan.kind}, {result.dtype}: {sum(len(o.token_ids) for o in result.outputs)} tokens, "
+        f"TP={result.tp} {plan.kind}, {result.dtype}: {generated}, "
         f"{result.tokens_per_second:.1f} tokens/s, loaded in {result.load_seconds:.1f} s",
         err=True,
     )

@@ -11,6 +11,7 @@ import numpy as np
 from oddrank.errors import OddrankError
 from oddrank.verify.compare import Logits
 from oddrank.verify.decode import plain_state, quantization_of
+from oddrank.words import counted
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -61,8 +62,8 @@ def _load(model: str, dtype: Any) -> Any:
     missing = sorted(info["missing_keys"])
     if missing:
         raise OddrankError(
-            f"transformers finds no weights for {len(missing)} tensors of {model} ({', '.join(missing[:3])}), so "
-            "nothing can be verified."
+            f"transformers finds no weights for {counted(len(missing), 'tensor')} of {model} "
+            f"({', '.join(missing[:3])}), so nothing can be verified."
         )
     return loaded
 

@@ -22,10 +22,12 @@ from oddrank.runtime.topology.limits import quota
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The child's first message is its module path, so that it finds what this process finds.
+# The child's first message is its module path, so that it finds what this process finds. A terminal sends Ctrl-C, and
+# supervisors send SIGTERM, to every process of a command; when the ranks end is the launcher's to say.
 _BOOT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 from multiprocessing.connection import Connection
 link = Connection(int(sys.argv[2]))
 sys.path[:] = __import__("pickle").loads(link.recv_bytes())
