@@ -40,7 +40,7 @@ def bound(x: Numbers, numbers: Numbers, to_bf16: bool = False) -> Numbers:
 def test_products(case: Case, level: str) -> None:
     for n, k in shapes(case):
         matrix, numbers = native(case, n, k, seed=n + k)
-        for m in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 33, 44):
+        for m in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 33, 44, 65):
             draw = np.random.default_rng(m)
             x = torch.from_numpy(draw.normal(0, 1, (m, k)) * 2.0 ** draw.integers(-12, 12, (m, k))).float()
             got, want = matrix.linear(x).double().numpy(), x.double().numpy() @ numbers.T
