@@ -17,8 +17,8 @@ ODD = [(3, 17), (98, 301)]
 """Columns that only formats with a code for each number have."""
 
 
-PAIRS = [case for case in CASES if case.name[:3] in ("fp8", "mxf") and "mxfp4" not in case.name or case == CASES[0]]
-"""Whose products round x to bf16 where the CPU multiplies that, unless they are to be exact."""
+PAIRS = [case for case in CASES if case.name[:3] in ("fp8", "mxf", "nvf") or case == CASES[0]]
+"""Whose products with many x round those to bf16 where the CPU multiplies that, unless they are to be exact."""
 ROUNDED = [(case, True) for case in CASES] + [(case, False) for case in PAIRS]
 
 
@@ -47,6 +47,8 @@ def test_products_with_many_rows(case: Case, exact: bool, level: str) -> None:
         made = sample(case, n, k, seed=n + k)
         matrix = native(made, exact)
         for m in BATCHES if (n, k) == SHAPES[3] else (33, 50, 70):
+            if not exact and "fp4" in case.name and (m < 64 or level != "avx512bf16"):
+                continue  # by integers: test_native_fixed.py
             x = rows(m, k)
             assert error(matrix.linear(x, threads=2), x, made.numbers) < 1, (n, k, m)
 

@@ -16,22 +16,28 @@ constexpr int64_t TILE_ROW = TILE_PAIRS + 16;   // pairs from a decoded row to t
 static_assert(TILE_ROW <= GEMM_ROW && GEMM_PANEL == LANE_X * LANES_V && GEMM_R == LANES_R, "as gemm_abi.h has room for");
 
 // sums [GEMM_R][GEMM_PANEL] (+)= scales [GEMM_R] * w [GEMM_R][pairs] x [pairs][GEMM_PANEL], of a panel's first V vectors.
+// pairs: of 16. Fetches the weights at next_w, as many, to the first cache and an eighth of the x at next_x to the second.
 template <int V>
 inline INLINE void pairs_gemm_tile(const uint8_t *w, const uint8_t *x, int64_t pairs, bool first, const float *scales,
-                                   float *sums) {
+                                   float *sums, const uint8_t *next_w, const uint8_t *next_x) {
   __m512 s[GEMM_R][V] = {};
   constexpr int64_t ROW = TILE_ROW * 4;
-  const uint8_t *end = w + 4 * pairs;
-#pragma GCC unroll 4
-  for (; w < end; w += 4, x += GEMM_PANEL * 4) {
-    __m512bh at[V];
-#pragma GCC unroll 2
-    for (int v = 0; v < V; v++) at[v] = as_pairs(_mm512_load_si512(x + v * 64));
+  for (const uint8_t *end = w + 4 * pairs; w < end; next_w += 64, next_x += 64 * 4) {
 #pragma GCC unroll 12
-    for (int r = 0; r < GEMM_R; r++) {
-      const __m512bh weights = as_pairs(pair_of(w + r * ROW));
+    for (int r = 0; r < GEMM_R; r++) fetch(next_w + r * ROW);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) _mm_prefetch(reinterpret_cast<const char *>(next_x + 64 * i), _MM_HINT_T1);
+#pragma GCC unroll 4
+    for (int p = 0; p < 16; p++, w += 4, x += GEMM_PANEL * 4) {
+      __m512bh at[V];
 #pragma GCC unroll 2
-      for (int v = 0; v < V; v++) s[r][v] = _mm512_dpbf16_ps(s[r][v], weights, at[v]);
+      for (int v = 0; v < V; v++) at[v] = as_pairs(_mm512_load_si512(x + v * 64));
+#pragma GCC unroll 12
+      for (int r = 0; r < GEMM_R; r++) {
+        const __m512bh weights = as_pairs(pair_of(w + r * ROW));
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) s[r][v] = _mm512_dpbf16_ps(s[r][v], weights, at[v]);
+      }
     }
   }
 #pragma GCC unroll 12
@@ -88,10 +94,11 @@ void pairs_gemm_multiply_as(const Matrix &a, const uint8_t *x, int64_t m, int64_
       const uint8_t *panel = x + (p * width + t) * GEMM_PANEL * 2;
       const bool half = m - p * GEMM_PANEL <= WIDTH;
       for (int64_t s = 0; s < steps; s++) {
-        const uint8_t *at = w + s * GEMM_R * TILE_ROW * 4;
+        const uint8_t *at = w + s * GEMM_R * TILE_ROW * 4, *next_w = s + 1 < steps ? at + GEMM_R * TILE_ROW * 4 : w;
+        const uint8_t *next_x = panel + width * GEMM_PANEL * 2 + s * (next - t) * GEMM_PANEL * 2 / steps;
         float *to = sums + (p * steps + s) * GEMM_R * GEMM_PANEL;
-        half ? pairs_gemm_tile<1>(at, panel, (next - t) / 2, t == 0, scales + s * GEMM_R, to)
-             : pairs_gemm_tile<2>(at, panel, (next - t) / 2, t == 0, scales + s * GEMM_R, to);
+        half ? pairs_gemm_tile<1>(at, panel, (next - t) / 2, t == 0, scales + s * GEMM_R, to, next_w, next_x)
+             : pairs_gemm_tile<2>(at, panel, (next - t) / 2, t == 0, scales + s * GEMM_R, to, next_w, next_x);
       }
     }
   }
@@ -137,6 +144,8 @@ void with_pairs(const Matrix &a, Call f) {
     default: return;
   }
 }
+
+bool gemm_of_pairs(const Matrix &a) { return paired(a) || (!a.exact && (a.format == NVFP4 || a.format == MXFP4)); }
 
 int64_t pairs_gemm_columns(const Matrix &a) {
   int64_t found = 0;

@@ -26,9 +26,9 @@ void multiply_here(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t 
                                   : pairs_multiply(a, x, m, begin, end, y, stride);
 }
 
-const Gemm *gemm_here(const Matrix &a) { return paired(a) ? &pairs_gemm : &gemm; }
+const Gemm *gemm_here(const Matrix &a) { return gemm_of_pairs(a) ? &pairs_gemm : &gemm; }
 
-int64_t gemm_from_here(const Matrix &a) { return fixed(a) ? INT64_MAX : paired(a) ? PAIRS_GEMM_FROM : GEMM_FROM; }
+int64_t gemm_from_here(const Matrix &a) { return gemm_of_pairs(a) ? PAIRS_GEMM_FROM : fixed(a) ? INT64_MAX : GEMM_FROM; }
 
 }  // namespace
 
