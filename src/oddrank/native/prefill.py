@@ -115,9 +115,9 @@ def prefill_delta(
     fp32 [tokens, value heads * value width]. The formula is `delta_step`'s.
 
     mixed: fp32 [tokens, channels], dense: what `prefill_convolution` gave. gates: (z, b, a), fp32 [tokens, ...], parts
-    of one product. memory: fp32 [slots, value heads, key width, value width], each slot dense, a sequence's state before
-    the step; that after it is left there. a_log, dt_bias, norm, partner, eps, unit_eps: `delta_step`'s. segments: see
-    `prefill_attention`. The result does not depend on `threads`, nor on the other sequences.
+    of one product. memory: fp32 [slots, value heads, key width, value width], each slot dense, a sequence's state
+    before the step; that after it is left there. a_log, dt_bias, norm, partner, eps, unit_eps: `delta_step`'s.
+    segments: see `prefill_attention`. The result does not depend on `threads`, nor on the other sequences.
     """
     z, b, a = gates
     _, v_heads, key_width, value_width = memory.shape
