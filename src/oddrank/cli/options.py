@@ -9,6 +9,7 @@ import click
 
 from oddrank.errors import OddrankError
 from oddrank.layout.plan import Plan
+from oddrank.layout.shares import LEAST
 from oddrank.layout.solver import DEFAULT_CONTEXT, LAYOUTS
 from oddrank.runtime.expert_options import KINDS, LOADS
 
@@ -74,7 +75,7 @@ class Memory(click.ParamType[list[float]]):
                 size = float(part)
             except ValueError:
                 size = 0.0
-            if not 2**-30 <= size < 1e6:  # a byte; shares of less than any memory divide by zero
+            if not LEAST <= size < 1e6:
                 self.fail(f'"{value}" is not memory in GiB' + (", one number a rank (24,24,16)." if self.many else "."))
             sizes.append(size)
         if not self.many and len(sizes) != 1:
