@@ -25,7 +25,7 @@ def theirs(model_type: str, config: dict[str, Any]) -> Any:
 
 
 # What transformers' class takes for an absent key: head_dim, num_key_value_heads.
-DEFAULTS = {"llama": (None, None), "mistral": (None, 8), "qwen2": (None, 32), "qwen3": (128, 32)}
+DEFAULTS = {"llama": (None, None), "mistral": (None, 8), "qwen2": (None, 32), "qwen3": (128, 32), "seed_oss": (128, 8)}
 
 
 @pytest.mark.parametrize("model_type", DEFAULTS)
@@ -46,7 +46,7 @@ def test_head_arithmetic_is_transformers(model_type: str, head_dim: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "model_type", [*sorted(TIED_BY_DEFAULT), "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+    "model_type", [*sorted(TIED_BY_DEFAULT), "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "seed_oss"]
 )
 def test_tying_defaults_are_transformers(model_type: str) -> None:
     if model_type not in transformers.CONFIG_MAPPING:

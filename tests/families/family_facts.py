@@ -91,6 +91,10 @@ def _phi3(c: Config) -> dict[str, Any]:
     return {"attention": _every(c, _plain(c, window=c["sliding_window"]))}
 
 
+def _seed_oss(c: Config) -> dict[str, Any]:
+    return {"attention": _every(c, _plain(c))}
+
+
 def _kinds(c: Config, sliding: Attention, full: Attention) -> tuple[Attention, ...]:
     return tuple(sliding if kind == "sliding_attention" else full for kind in c["layer_types"])
 

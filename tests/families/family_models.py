@@ -76,6 +76,14 @@ def phi3(rng: Rng) -> Config:
     return c
 
 
+def seed_oss(rng: Rng) -> Config:
+    """Any of its three switches for biases, each by itself."""
+    return _common(
+        rng, "seed_oss", "SeedOss", intermediate_size=int(rng.choice([9, 14, 22])), attention_bias=_switch(rng),
+        attention_out_bias=_switch(rng), mlp_bias=_switch(rng), attention_dropout=0.0, residual_dropout=0.0,
+    )  # fmt: skip
+
+
 def gpt_oss(rng: Rng) -> Config:
     kinds = [["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]][int(rng.integers(2))]
     return _common(
@@ -190,7 +198,7 @@ def gemma4(rng: Rng) -> Config:
 FAMILIES: dict[str, Callable[[Rng], Config]] = {
     make.__name__: make
     for make in (
-        qwen3_moe, mixtral, phi3, gpt_oss, glm4_moe, qwen3_next, gemma3, deepseek_v3, deepseek_v2, minimax_m2,
+        qwen3_moe, mixtral, phi3, seed_oss, gpt_oss, glm4_moe, qwen3_next, gemma3, deepseek_v3, deepseek_v2, minimax_m2,
         gemma4,
     )
 }  # fmt: skip

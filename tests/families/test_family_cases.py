@@ -54,11 +54,11 @@ def total(p: Planned, axis: str) -> int:
     [
         ("qwen3_moe", "30B-A3B", 30.5), ("qwen3_moe", "235B-A22B", 235.1), ("mixtral", "8x7B", 46.7),
         ("mixtral", "8x22B", 140.6), ("phi3", "Phi-4", 14.7), ("phi3", "mini", 3.82), ("gpt_oss", "20b", 20.9),
-        ("gpt_oss", "120b", 116.8), ("glm4_moe", "4.7", 356.8), ("glm4_moe", "4.5-Air", 110.5),
-        ("qwen3_next", "80B-A3B", 81.3), ("gemma3", "27B", 27.0), ("gemma3", "12B", 11.77), ("gemma3", "4B", 3.88),
-        ("gemma3", "1B", 1.0), ("deepseek_v3", "671B", 684.5), ("deepseek_v3", "Kimi-K2", 1026.5),
-        ("deepseek_v3", "V2-Lite", 15.7), ("minimax_m2", "M2", 228.7), ("gemma4", "31B", 30.7),
-        ("gemma4", "26B-A4B", 25.2),
+        ("seed_oss", "36B", 36.15), ("gpt_oss", "120b", 116.8), ("glm4_moe", "4.7", 356.8),
+        ("glm4_moe", "4.5-Air", 110.5), ("qwen3_next", "80B-A3B", 81.3), ("gemma3", "27B", 27.0),
+        ("gemma3", "12B", 11.77), ("gemma3", "4B", 3.88), ("gemma3", "1B", 1.0), ("deepseek_v3", "671B", 684.5),
+        ("deepseek_v3", "Kimi-K2", 1026.5), ("deepseek_v3", "V2-Lite", 15.7), ("minimax_m2", "M2", 228.7),
+        ("gemma4", "31B", 30.7), ("gemma4", "26B-A4B", 25.2),
     ],
 )  # fmt: skip
 def test_the_sizes_are_the_published_ones(family: str, size: str, billions: float) -> None:

@@ -55,6 +55,8 @@ FALSEHOODS: dict[str, tuple[str, str, Callable[[Role], Role]]] = {
     "mixtral: o_proj in halves": ("mixtral", "o_proj.weight", at(1, halves)),
     "phi3: v, k, q": ("phi3", "qkv_proj.weight", at(0, reversed_parts)),
     "phi3: gate and up in turn": ("phi3", "gate_up_proj.weight", at(0, lambda d: Along("mlp", 2))),
+    "seed_oss: k_proj in halves": ("seed_oss", "k_proj.weight", at(0, halves)),
+    "seed_oss: o_proj in halves": ("seed_oss", "o_proj.weight", at(1, halves)),
     "gpt_oss: gate, then up": (
         "gpt_oss", "gate_up_proj", at(1, lambda d: Concat((Along("moe"), Along("moe")))),
     ),

@@ -137,6 +137,16 @@ def test_experts_by_either_name_of_their_number() -> None:
         family_of(ConfigView(config)).build(ConfigView({k: v for k, v in config.items() if "experts" not in k}), "")
 
 
+def test_what_seed_oss_means_by_absent_keys() -> None:
+    """The tensors that transformers makes of a config without them: 8 KV heads, 128 to a head, biases on q, k and v."""
+    silent = ("num_key_value_heads", "head_dim", "attention_bias", "attention_out_bias", "mlp_bias")
+    config = {k: v for k, v in busy("seed_oss", 3).items() if k not in silent} | {"num_attention_heads": 16}
+    shapes = tensor_shapes(config)
+    assert shapes["model.layers.1.self_attn.k_proj.bias"] == (8 * 128,)
+    model = subject_of(config, {n: np.zeros(shape) for n, shape in shapes.items()}).model
+    assert model.stock()["kv_heads"] == 8 and dict(model.config_fixed) == {"head_dim": 128}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_missing_or_foreign_tensor(family: str) -> None:
     config = FAMILIES[family](np.random.default_rng(2))

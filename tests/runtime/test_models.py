@@ -8,8 +8,9 @@ import transformers
 from runtime.tiny import CASES, LAYOUTS, TOKENS, VOCAB, Tiny, TinySlice, on_ranks, ragged, reference, tiny
 
 from oddrank.errors import OddrankError
-from oddrank.runtime.models import MODELS, ModelConfig, build_model
+from oddrank.runtime.models import MODELS, build_model
 from oddrank.runtime.models.llama import Block, Llama, full_logits
+from oddrank.runtime.models.seed_oss import SeedOssConfig
 from oddrank.runtime.parallel import Partial, SoloGroup
 from oddrank.runtime.precision import Precision
 from oddrank.runtime.step import Step
@@ -213,10 +214,14 @@ def test_config_is_read_as_transformers_reads_it(family: str, changes: dict[str,
         "num_attention_heads": hf.num_attention_heads, "model_type": family,
         "intermediate_size": hf.intermediate_size, **changes,
     }  # fmt: skip
-    ours = ModelConfig.read(stated, MODELS[family].DEFAULTS)
+    ours = MODELS[family].CONFIG.read(stated, MODELS[family].DEFAULTS)
     assert ours.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
     assert ours.eps == hf.rms_norm_eps and ours.activation == hf.hidden_act
     assert ours.max_positions == hf.max_position_embeddings and ours.tied == hf.tie_word_embeddings
+    if hasattr(hf, "attention_bias"):
+        assert ours.attention_bias == hf.attention_bias
+    if isinstance(ours, SeedOssConfig):
+        assert (ours.attention_out_bias, ours.mlp_bias) == (hf.attention_out_bias, hf.mlp_bias)
     theirs = {k: v for k, v in hf.rope_parameters.items() if v is not None}
     assert {k: ours.rope[k] for k in theirs} == theirs
     if family == "mistral":

@@ -21,7 +21,7 @@ from oddrank.synth import describe_release, write_checkpoint
 from oddrank.transform.slice import RankSlice
 
 MEMORY = [(2.0, 1.0), (24.0, 24.0, 16.0), (1.0, 2.0, 3.0), (4.0, 2.0, 2.0, 3.0)]
-HEADS = {"llama": (12, 3), "mistral": (10, 5), "qwen2": (8, 1), "qwen3": (8, 4)}
+HEADS = {"llama": (12, 3), "mistral": (10, 5), "qwen2": (8, 1), "qwen3": (8, 4), "seed_oss": (9, 3)}
 
 
 @pytest.fixture(scope="module", params=CASES)

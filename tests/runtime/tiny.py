@@ -47,6 +47,10 @@ CASES: dict[str, dict[str, Any]] = {
         "hidden_size": 22, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 13,
         "tie_word_embeddings": True, "attention_bias": True,
     },
+    "seed_oss": {
+        "hidden_size": 25, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 6, "intermediate_size": 21,
+        "tie_word_embeddings": False, "attention_out_bias": True,
+    },
 }  # fmt: skip
 
 

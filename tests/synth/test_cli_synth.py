@@ -16,7 +16,7 @@ def test_values(tmp_path: Path) -> None:
     done = run("qwen3_5_moe", str(tmp_path / "m"), "--size", "tiny", "--format", "mxfp4", "--experts", "4", "--vision")
     assert done.returncode == 0, done.stderr
     model = Checkpoint.open(tmp_path / "m")
-    assert f"{len(model.tensors)} tensors in 1 files" in done.stdout
+    assert f"{len(model.tensors)} tensors in 1 file," in done.stdout
     text = model.config["text_config"]
     assert (text["num_experts"], text["num_experts_per_tok"], text["vocab_size"]) == (4, 1, 512)
 

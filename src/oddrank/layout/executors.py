@@ -68,6 +68,7 @@ RUNTIME = Executor(
         "mixtral",
         "gpt_oss",
         "glm4_moe",
+        "seed_oss",
     ),
     formats=("dense", "fp8", "int4", "int8", "mxfp4", "mxfp8", "nvfp4"),
     handles=("rms_norm", "slopes", "top_k"),

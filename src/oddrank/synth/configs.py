@@ -20,6 +20,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "phi3": "Phi3",
+    "seed_oss": "SeedOss",
 }
 
 
@@ -190,6 +191,8 @@ def _dense(release: Release, size: Dense) -> Config:
         del made["head_dim"]
     if release.family == "llama":
         made["mlp_bias"] = False
+    if release.family == "seed_oss":
+        made |= {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "residual_dropout": 0.0}
     if release.family == "phi3":
         made |= {"original_max_position_embeddings": 32768, "pad_token_id": size.vocab - 1, "sliding_window": None}
         # as published: its class computes the one and knows nothing of the other

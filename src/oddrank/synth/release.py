@@ -82,6 +82,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "qwen3_moe": ("bf16", "fp8-block"),
     "mixtral": ("bf16",),
     "phi3": ("bf16",),
+    "seed_oss": ("bf16",),
     "gpt_oss": ("bf16", "mxfp4-experts"),
     "glm4_moe": ("bf16", "fp8-ct"),
     "qwen3_next": ("bf16", "fp8-block"),
@@ -147,7 +148,10 @@ class Release(msgspec.Struct, frozen=True):
         if isinstance(size, Gemma):
             return gemma_table(self.family, size)
         return dense_table(
-            size, qkv_bias=self.family == "qwen2", qk_norm=self.family == "qwen3", fused=self.family == "phi3"
+            size,
+            qkv_bias=self.family in ("qwen2", "seed_oss"),
+            qk_norm=self.family == "qwen3",
+            fused=self.family == "phi3",
         )
 
     def scheme(self, logical: Logical) -> Scheme | None:

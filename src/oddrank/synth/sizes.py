@@ -203,6 +203,10 @@ SIZES: dict[str, dict[str, Size]] = {
         "mini": Dense(32, 3072, 32, 32, 96, 8192, 32064, theta=1e4, eps=1e-5),
         "tiny": Dense(2, 384, 6, 2, 64, 768, 512, theta=1e4, eps=1e-5),
     },
+    "seed_oss": {
+        "36B": Dense(64, 5120, 80, 8, 128, 27648, 155136, theta=1e7),
+        "tiny": Dense(2, 256, 6, 2, 64, 768, 512, theta=1e7),
+    },
     "gpt_oss": {
         "20b": Mixture(24, 2880, 64, 8, 64, 201088, 32, 4, 2880, theta=150000, eps=1e-5),
         "120b": Mixture(36, 2880, 64, 8, 64, 201088, 128, 4, 2880, theta=150000, eps=1e-5),

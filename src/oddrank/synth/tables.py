@@ -144,7 +144,8 @@ def _vision(size: Hybrid) -> Iterator[Logical]:
 def dense_table(
     size: Dense, *, qkv_bias: bool = False, qk_norm: bool = False, fused: bool = False
 ) -> Iterator[Logical]:
-    """Llama, Mistral, Qwen2 (qkv_bias), Qwen3 (qk_norm) and Phi-3 (fused: q|k|v and gate|up in one tensor each)."""
+    """Llama, Mistral, Qwen2 and Seed-OSS (qkv_bias), Qwen3 (qk_norm) and Phi-3 (fused: q|k|v and gate|up in one tensor
+    each)."""
     yield Logical("model.embed_tokens.weight", (size.vocab, size.hidden), "embedding", "outside")
     for i in range(size.layers):
         layer = _dense_layer(size, f"model.layers.{i}", f"layers-{i}", qkv_bias, qk_norm)

@@ -18,6 +18,7 @@ from oddrank.runtime.models.qwen3 import Qwen3
 from oddrank.runtime.models.qwen3_5 import Qwen3_5
 from oddrank.runtime.models.qwen3_5_moe import Qwen3_5MoE
 from oddrank.runtime.models.qwen3_moe import Qwen3MoE
+from oddrank.runtime.models.seed_oss import SeedOss
 from oddrank.runtime.parallel.group import Group
 from oddrank.runtime.precision import Precision
 
@@ -32,6 +33,7 @@ MODELS: dict[str, type[Llama]] = {
     "mixtral": Mixtral,
     "gpt_oss": GptOss,
     "glm4_moe": Glm4MoE,
+    "seed_oss": SeedOss,
 }
 """Family name -> the model that runs it."""
 
