@@ -12,11 +12,11 @@ class OddrankError(Exception):
 
     def __init__(self, message: str, short: str | None = None) -> None:
         """`short`: the same in a few words, for a cell of a table."""
-        super().__init__(_printable(message))
-        self.short = _printable(short or message)
+        super().__init__(printable(message))
+        self.short = printable(short or message)
 
 
-def _printable(message: str) -> str:
+def printable(message: str) -> str:
     """With escapes for what no terminal should be sent: names in a message may come from a checkpoint."""
     if message.isprintable():
         return message

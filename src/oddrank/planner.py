@@ -11,7 +11,7 @@ import msgspec
 
 from oddrank.checkpoint import Checkpoint
 from oddrank.checkpoint.config import ConfigView
-from oddrank.errors import OddrankError
+from oddrank.errors import OddrankError, printable
 from oddrank.families import family_of
 from oddrank.formats import formats
 from oddrank.formats.declared import kind_of
@@ -58,7 +58,7 @@ def study(checkpoint: Checkpoint) -> Subject:
     prefix = next((p for p, names in tables.items() if names & checkpoint.tensors.keys()), family.prefixes[0])
     model = family.build(view, prefix)
     return Subject(
-        name=os.fsencode(checkpoint.name).decode("utf-8", "replace"),
+        name=printable(os.fsencode(checkpoint.name).decode("utf-8", "replace")),
         config_digest=config_digest(checkpoint.config),
         model=model,
         census=take_census(model, checkpoint.tensors, quantization_of(checkpoint), checkpoint.array),
@@ -203,7 +203,7 @@ def check_made_for(plan: Plan, checkpoint: Checkpoint) -> None:
 def not_served(plan: Plan) -> str | None:
     """Why the plan's executor cannot run this model however it is laid out; None where it can, as far as is known."""
     facts, model = plan.executor_facts(), plan.model
-    if facts.families and model.family not in facts.families:
+    if not facts.has(model):
         return (
             f"the {facts.name} has no model of family {model.family} yet (it has {', '.join(facts.families)}). "
             "The plan holds all the same: pad, stream and rank slices carry it out."

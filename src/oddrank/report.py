@@ -16,6 +16,7 @@ from oddrank.layout.census import Census, Use
 from oddrank.layout.cost import kv_bytes, macs, rank_cost, state_bytes, weight_bytes
 from oddrank.layout.plan import Plan
 from oddrank.layout.proof import Check
+from oddrank.layout.refinement import finer_widths
 from oddrank.layout.solver import Choice, Solution
 from oddrank.layout.storage import units
 from oddrank.planner import Planned, not_served
@@ -136,6 +137,15 @@ def notes(plan: Plan, candidates: dict[str, Candidate]) -> list[str]:
     if why is not None:
         found.append(why)
     facts = plan.executor_facts()
+    finer = finer_widths(plan) if facts.equal_ranks else None
+    if finer is not None:
+        block, then = finer
+        now = weight_bytes(plan.model, plan.uses, plan.counts(0))
+        found.append(
+            f"the blocks of scales make widths longer than {plan.tp} ranks need: with --constraint block={block}, "
+            f"which rewrites them losslessly, the fullest rank has {amount(then)} of weights instead of {amount(now)}, "
+            f"where the kernels of {facts.name} take such blocks."
+        )
     for axis in plan.model.axes:
         if axis.kind == "vocab" and facts.vocab_multiple and candidates[axis.name].kind == "pad":
             found.append(

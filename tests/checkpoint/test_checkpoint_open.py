@@ -363,6 +363,9 @@ def test_other_formats_say_what_to_do(tmp_path: Path, file: str, part: str, conf
 
 def test_an_empty_directory(tmp_path: Path) -> None:
     refused(tmp_path, "no .safetensors file (0 other files)")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    refused(tmp_path, "no .safetensors file (1 other file)")
 
 
 def test_shards_without_tensors(tmp_path: Path) -> None:

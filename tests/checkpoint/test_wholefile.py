@@ -20,8 +20,9 @@ def test_nothing_is_left_where_it_fails(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(OddrankError, match="disk is full"):
+    with pytest.raises(OddrankError, match="disk is full") as caught:
         write_whole(file, b"later")
+    assert "finished files" not in str(caught.value)  # there are no others
     assert file.read_bytes() == b"earlier" and os.listdir(tmp_path) == ["file"]
 
 
@@ -40,6 +41,11 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     finally:
         os.close(reader)
     assert (tmp_path / "pipe").is_fifo() and os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_device_that_takes_nothing() -> None:
+    with pytest.raises(OddrankError, match=r"^/dev/full cannot be written: No space left on device\.$"):
+        write_whole(Path("/dev/full"), b"data")
 
 
 def test_a_path_that_names_no_file() -> None:

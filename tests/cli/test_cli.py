@@ -173,15 +173,29 @@ def test_numbers_beyond_any_use_are_refused_in_a_line(
 
 
 def test_ids_are_continued_where_the_tokenizer_does_not_load(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     copied = shutil.copytree(model, tmp_path / "copied")
     (copied / "tokenizer.json").write_text('{"version": 5}')
     asked = ["generate", copied, "--tp", 2, "--max-tokens", 2, "--json"]
     code, out, _ = run(capsys, *asked, "--prompt-ids", "1,2")
     assert code == 0 and json.loads(out)["text"] is None and len(json.loads(out)["token_ids"]) == 2
+    (told,) = [r.getMessage() for r in caplog.records if "tokenizer" in r.getMessage()]
+    assert "no tokenizer that transformers can load" in told and told.endswith("given are continued, without a text.")
+    assert "Give token ids" not in told
     code, out, err = run(capsys, *asked, "--prompt", "x")
     assert (code, out) == (2, "") and "no tokenizer that transformers can load" in err
+    assert "Give token ids, or correct what that names" in err
+
+
+@pytest.mark.parametrize("sizes", ["2", "1,2"])
+def test_a_name_that_would_steer_the_terminal(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], sizes: str
+) -> None:
+    """Neither the terminal's control characters nor rich's markup."""
+    folder = shutil.copytree(model, tmp_path / "a\x1b[2J[red]b")
+    code, out, _ = run(capsys, "plan", folder, "--tp", sizes)
+    assert code == 0 and out.isprintable() is False and "\x1b" not in out and r"a\x1b[2J[red]b" in out
 
 
 def test_unequal_ranks_are_checked_for_the_runtime(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from oddrank.layout.executors import Constraints
 from oddrank.layout.proof import ProofError
 from oddrank.layout.solver import Request
 from oddrank.planner import Planned, Subject, plan_subject, stock_vllm, study
-from oddrank.report import describe
+from oddrank.report import amount, describe, notes_of
 from oddrank.synth import describe_release, write_headers
 from oddrank.synth.configs import config
 from oddrank.synth.write import parameters
@@ -224,6 +224,18 @@ def test_qwen3_next_at_three(full: Study, fmt: str) -> None:
     assert dict(head_choices(p)) == {(24, 3): (8, 1), (18, 6): (6, 2)}
     assert dict(head_choices(p, "gdn_v_heads")) == {(36, 18): (12, 6), (33, 33): (11, 11)}
     assert all(c.ok for c in planned(full("qwen3_next", "80B-A3B", fmt), 3, "runtime").checks)
+
+
+def test_blocks_that_cost_a_rank_of_qwen3_next_much(full: Study) -> None:
+    """512 channels are 4 blocks of 128, which three ranks hold as 6, or 8 of 64, held as 9. The note's figures are
+    those of the plans with and without."""
+    s = full("qwen3_next", "80B-A3B", "fp8-block", 48)
+    plain, finer = planned(s, 3), planned(s, 3, block=64)
+    now, then = (amount(max(describe(p.solution, p.census, p.checks)["bytes"]["per_rank"])) for p in (plain, finer))
+    (note,) = [n for n in notes_of(plain) if "block" in n]
+    assert f"block=64, which rewrites them losslessly, the fullest rank has {then} of weights instead of {now}" in note
+    for other in (finer, planned(s, 2), planned(s, 3, "runtime"), planned(full("qwen3_next", "80B-A3B", "bf16"), 3)):
+        assert not [n for n in notes_of(other) if "--constraint block" in n]
 
 
 def test_gemma3_at_three(full: Study) -> None:

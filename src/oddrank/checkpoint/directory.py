@@ -228,8 +228,9 @@ def _no_weights(root: Path, names: list[str]) -> OddrankError:
             f"as a pickle can run code. Convert it with transformers: "
             f"AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(OUT)."
         )
+    files = [n for n in names if not (root / n).is_dir()]
     return OddrankError(
-        f"{root} holds no .safetensors file ({counted(len(names), 'other file')}). Give a model directory, complete "
+        f"{root} holds no .safetensors file ({counted(len(files), 'other file')}). Give a model directory, complete "
         "with weights."
     )
 

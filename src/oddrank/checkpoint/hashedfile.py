@@ -43,8 +43,9 @@ class FileRecord(msgspec.Struct, frozen=True):
     sha256: str
 
 
-def write_error(path: Path, error: OSError) -> OddrankError:
-    """The error for a write that failed; a full disk is named as such."""
+def write_error(path: Path, error: OSError, *, alone: bool = False) -> OddrankError:
+    """The error for a write that failed; a full disk is named as such. alone: the file is not one of several that a
+    second run continues."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         try:
             status = os.statvfs(path.parent)
@@ -53,7 +54,7 @@ def write_error(path: Path, error: OSError) -> OddrankError:
             left = "no space is left"
         return OddrankError(
             f"The disk is full: {path} could not be written ({why(error)}; {left}). Free some space, or choose another "
-            f"output directory, and run the same command again: finished files are kept."
+            + ("place." if alone else "output directory, and run the same command again: finished files are kept.")
         )
     return OddrankError(f"{path} cannot be written: {why(error)}.")
 

@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from oddrank.checkpoint.hashedfile import write_error
+from oddrank.checkpoint.header import why
 from oddrank.errors import OddrankError
 
 
@@ -26,4 +27,6 @@ def write_whole(path: Path, data: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             fresh.unlink()
-        raise write_error(path, error) from None
+        if path.exists() and not path.is_file():  # a device, whose space is no disk's
+            raise OddrankError(f"{path} cannot be written: {why(error)}.") from None
+        raise write_error(path, error, alone=True) from None

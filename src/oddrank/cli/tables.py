@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from oddrank.report import amount
@@ -24,7 +25,7 @@ def show_plan(report: dict[str, Any]) -> None:
     out = Console(highlight=False, soft_wrap=False)
     tp = report["tp"]
     out.print(
-        f"[bold]{report['model']}[/] ({report['family']}) at TP={tp} for {report['executor']}: "
+        f"[bold]{escape(report['model'])}[/] ({report['family']}) at TP={tp} for {report['executor']}: "
         f"[bold]{report['layout']}[/]"
     )
     axes = Table(box=None, pad_edge=False, header_style="bold")
@@ -110,7 +111,11 @@ def show_sizes(name: str, executor: str, lines: list[dict[str, Any]]) -> None:
     """One line a size."""
     out = Console(highlight=False)
     table = Table(
-        title=f"{name}, executor {executor}", title_justify="left", box=None, pad_edge=False, header_style="bold"
+        title=f"{escape(name)}, executor {executor}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="bold",
     )
     table.add_column("TP", justify="right")
     for column in ("stock vLLM", "oddrank", "query/KV heads a rank", "weights a rank", "overhead", "KV/token a rank"):

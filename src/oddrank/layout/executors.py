@@ -40,6 +40,10 @@ class Executor(msgspec.Struct, frozen=True):
     formats: tuple[str, ...] = ()
     handles: tuple[str, ...] = ()
 
+    def has(self, model: Model) -> bool:
+        """Does it have a model of this family, as far as is known here?"""
+        return not self.families or model.family in self.families
+
 
 VLLM = Executor(
     "vllm",

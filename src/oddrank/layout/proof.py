@@ -17,6 +17,7 @@ from oddrank.formats import fill_word, format_named
 from oddrank.layout.census import Census
 from oddrank.layout.cost import kv_bytes_per_layer
 from oddrank.layout.crosstalk import unhandled
+from oddrank.layout.executors import RUNTIME
 from oddrank.layout.layouts import Layout
 from oddrank.layout.plan import Plan
 from oddrank.layout.storage import storage_problem
@@ -37,7 +38,8 @@ class ProofError(OddrankError):
     def __init__(self, checks: tuple[Check, ...]) -> None:
         failed = [c for c in checks if not c.ok]
         super().__init__(
-            "this plan cannot be proven, so no weight is read. " + " ".join(f"{c.name}: {c.detail}" for c in failed)
+            "this plan cannot be proven, so no weight is read. " + " ".join(f"{c.name}: {c.detail}" for c in failed),
+            short=failed[0].detail.partition(";")[0],
         )
         self.checks = checks
 
@@ -225,7 +227,7 @@ def executor(plan: Plan) -> str:
     if facts.equal_ranks and len(set(plan.shares)) > 1:
         raise _FoundError(
             f"the plan is for ranks of unequal memory ({', '.join(f'{s:g}' for s in plan.shares)} GiB), and "
-            f"{facts.name} gives every rank the same. The runtime executor runs such a plan."
+            f"{facts.name} gives every rank the same.{_elsewhere(plan)}"
         )
     _engine_axes(plan)
     if facts.equal_ranks:
@@ -233,24 +235,29 @@ def executor(plan: Plan) -> str:
             if len(set(layout.counts())) > 1:
                 raise _FoundError(
                     f"{facts.name} gives every rank the same number of {layout.axis}; the plan has "
-                    f"{' / '.join(map(str, layout.counts()))}. The runtime executor runs such a plan."
+                    f"{' / '.join(map(str, layout.counts()))}.{_elsewhere(plan)}"
                 )
         for axes in plan.model.counted_together():
             totals = {axis: plan.layout(axis).total() for axis in axes}
             if len(set(totals.values())) > 1:
                 raise _FoundError(
                     f"one config key counts {' and '.join(axes)}, so {facts.name} has as many of each; the plan has "
-                    f"{' and '.join(str(n) for n in totals.values())}. The runtime executor runs such a plan."
+                    f"{' and '.join(str(n) for n in totals.values())}.{_elsewhere(plan)}"
                 )
         for pair in plan.pairings:
             f, le = plan.layout(pair.follower).counts()[0], plan.layout(pair.leader).counts()[0]
             if not le or f % le or any(m != tuple(i // (f // le) for i in range(f)) for m in pair.ranks):
                 raise _FoundError(
                     f"{facts.name} lets {pair.follower} slot i read {pair.leader} slot i // g; the plan's map on "
-                    f"{f} and {le} slots is another. The runtime executor runs such a plan."
+                    f"{f} and {le} slots is another.{_elsewhere(plan)}"
                 )
     _user_constraints(plan)
     return f"{facts.name}'s constraints hold"
+
+
+def _elsewhere(plan: Plan) -> str:
+    """Who runs a plan that its executor does not, where anybody does."""
+    return " The runtime executor runs such a plan." if RUNTIME.has(plan.model) else ""
 
 
 def _engine_axes(plan: Plan) -> None:
@@ -307,10 +314,15 @@ def _user_constraints(plan: Plan) -> None:
 def no_crosstalk(plan: Plan) -> str:
     """Operations across the units of an axis are handled by the executor by name, or their axis is unchanged."""
     facts = plan.executor_facts()
+    remedy = (
+        " The runtime executor computes it over the real ones, by their own numbers."
+        if RUNTIME.has(plan.model)
+        else f" Other sizes may leave it as it was: oddrank plan MODEL --tp 1-16 --executor {facts.name} says which."
+    )
     for cross, what in unhandled(plan.model, plan.layouts, facts):
         raise _FoundError(
             f"{cross.where} computes {cross.operation} across all {plan.model.axis(cross.axis).count} {cross.axis}; "
-            f"{facts.name} would {what}. The runtime executor computes it over the real ones, by their own numbers."
+            f"{facts.name} would {what}.{remedy}"
         )
     names = sorted({c.operation for c in plan.model.crosstalk})
     return f"{', '.join(names)} across units handled" if names else "no operation runs across units"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -9,7 +10,9 @@ import numpy as np
 from oddrank.errors import OddrankError
 from oddrank.geometry import Model, Slots
 from oddrank.layout.census import Use, use_parts
+from oddrank.layout.cost import weight_bytes
 from oddrank.layout.layouts import Layout, fullest
+from oddrank.layout.plan import Plan
 from oddrank.layout.storage import storage_problem, units
 
 WORTH = 1.05
@@ -20,16 +23,39 @@ LEAST_BLOCK = 16
 """Elements that the smallest matrix instructions multiply at once."""
 
 
-def require_block(model: Model, uses: Iterable[Use], block: int) -> None:
-    """Raises OddrankError unless this checkpoint has block scales, `block` divides all of them and is not so small that
-    no kernel multiplies a block at once."""
-    found = {
+def stored_blocks(model: Model, uses: Iterable[Use]) -> set[int]:
+    """The sizes of all blocks of scales, along any dimension."""
+    return {
         size
         for use in uses
         for part, _ in use_parts(model, use)
         if part.stored.is_block_scale
         for size in part.stored.block
     }
+
+
+def finer_widths(plan: Plan) -> tuple[int, int] | None:
+    """(block, bytes of weights) of the fullest rank, were scales rewritten in blocks of half the size and widths cut
+    there, heads as they are; None where the plan rewrites some already, or where that is not WORTH it."""
+    model, facts = plan.model, plan.executor_facts()
+    sizes = stored_blocks(model, plan.uses)
+    block = min(sizes, default=0) // 2
+    if block < LEAST_BLOCK or any(size % block for size in sizes) or facts.finest_block or plan.constraints.block:
+        return None
+    fine, counts = units(model, plan.uses, block), dict(plan.counts(0))
+    for axis in model.axes:
+        if axis.kind == "width" and axis.name not in plan.constraints.exact:
+            unit = math.lcm(fine[axis.name], facts.width_multiple, plan.constraints.multiple.get(axis.name, 1))
+            counts[axis.name] = min(counts[axis.name], int(fullest(axis.count, plan.tp, unit)))
+    now = weight_bytes(model, plan.uses, plan.counts(0))
+    then = weight_bytes(model, plan.uses, counts, refined={"*": block})
+    return (block, then) if now > WORTH * then else None
+
+
+def require_block(model: Model, uses: Iterable[Use], block: int) -> None:
+    """Raises OddrankError unless this checkpoint has block scales, `block` divides all of them and is not so small that
+    no kernel multiplies a block at once."""
+    found = stored_blocks(model, uses)
     wrong = sorted(size for size in found if size % block)
     if not found:
         raise OddrankError(f"constraint block={block}: this checkpoint has no block scales to rewrite. Leave it out.")

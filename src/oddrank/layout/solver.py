@@ -19,7 +19,7 @@ from oddrank.layout.candidate import Candidate
 from oddrank.layout.census import Census
 from oddrank.layout.cost import Cost, kv_bytes_per_layer, rank_cost
 from oddrank.layout.crosstalk import unhandled
-from oddrank.layout.executors import EXECUTORS, Constraints, Executor
+from oddrank.layout.executors import EXECUTORS, RUNTIME, Constraints, Executor
 from oddrank.layout.layouts import Layout, apportion
 from oddrank.layout.plan import Plan
 from oddrank.layout.refinement import Refinement, require_block
@@ -195,8 +195,8 @@ class _Solver:
         if best is None:
             raise OddrankError(
                 f"one config key counts {' and '.join(p.follower for p in pairs)}, and at {self.request.tp} ranks no "
-                f"number of them serves both; {', '.join(str(n) for n in sorted(totals))} were tried. The runtime "
-                "executor needs no such number: --executor runtime."
+                f"number of them serves both; {', '.join(str(n) for n in sorted(totals))} were tried."
+                + (" The runtime executor needs no such number: --executor runtime." if RUNTIME.has(self.model) else "")
             )
         return best[1]
 

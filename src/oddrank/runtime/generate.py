@@ -175,7 +175,7 @@ def generate(
             except OddrankError as error:
                 if texts:
                     raise
-                log.warning("%s Those that were given are continued, without a text.", error)
+                log.warning("%s The token ids that were given are continued, without a text.", error.short)
         ids = [encode(tokenizer, p, chat=chat) if isinstance(p, str) else list(p) for p in prompts]
         streams = [] if tokenizer is None else [TextStream(tokenizer) for _ in ids]
 
@@ -256,10 +256,9 @@ def load_tokenizer(path: Path) -> Any:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers' checks of the config and tokenizers' of its file have types of their own
         first = " ".join(str(error).split())[:400]
-        raise OddrankError(
-            f"{path} has no tokenizer that transformers can load ({first}). Give token ids, or add the model's "
-            "tokenizer.json."
-        ) from error
+        what = f"{path} has no tokenizer that transformers can load ({first})."
+        mend = "correct what that names" if (path / "tokenizer.json").exists() else "add the model's tokenizer.json"
+        raise OddrankError(f"{what} Give token ids, or {mend}.", short=what) from error
 
 
 def encode(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
