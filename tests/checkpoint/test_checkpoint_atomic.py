@@ -52,7 +52,7 @@ def test_an_existing_directory_is_not_touched(tmp_path: Path) -> None:
         AtomicDirectory(tmp_path / "out", "f")
     with pytest.raises(OddrankError, match="exists and is not a directory"):
         AtomicDirectory(tmp_path / "out" / "x", "f")
-    with pytest.raises(OddrankError, match="is not a directory"):
+    with pytest.raises(OddrankError, match="out/x exists and is not a directory"):
         AtomicDirectory(tmp_path / "out" / "x" / "y", "f")
     with pytest.raises(OddrankError, match="cannot be written"):
         AtomicDirectory("a\0b", "f")

@@ -163,6 +163,7 @@ def test_wrong_integers_are_named(value: Any, found: str) -> None:
     message = str(error.value)
     assert message.startswith("m/config.json: text_config.num_attention_heads should be a whole number of at least 1")
     assert found in message and len(message) < 500 and "\n" not in message
+    assert ("at most 2147483647" in message) == (isinstance(value, int) and value > 8)
     if value is not None:
         with pytest.raises(OddrankError):
             view.get_int("num_attention_heads", 8)

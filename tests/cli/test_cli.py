@@ -1,6 +1,7 @@
 """The commands as a user meets them: what they print, their JSON, their exit codes."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -155,6 +156,34 @@ def test_bad_usage_is_one_clear_error_and_exit_2(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "given", "words"),
+    [
+        ("--tp", "9" * 5000, "is not a number of ranks"),
+        ("--tp", "1-" + "9" * 5000, "is not a number of ranks"),
+        ("--constraint", "gqa=" + "9" * 5000, "give NAME=NUMBER"),
+        ("--rank-memory", "5e-324,1", "is not memory in GiB"),
+    ],
+)
+def test_numbers_beyond_any_use_are_refused_in_a_line(
+    option: str, given: str, words: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, "plan", model, *([] if option == "--tp" else ["--tp", 2]), option, given)
+    assert (code, out) == (2, "") and words in err and len(err) < 400
+
+
+def test_ids_are_continued_where_the_tokenizer_does_not_load(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = shutil.copytree(model, tmp_path / "copied")
+    (copied / "tokenizer.json").write_text('{"version": 5}')
+    asked = ["generate", copied, "--tp", 2, "--max-tokens", 2, "--json"]
+    code, out, _ = run(capsys, *asked, "--prompt-ids", "1,2")
+    assert code == 0 and json.loads(out)["text"] is None and len(json.loads(out)["token_ids"]) == 2
+    code, out, err = run(capsys, *asked, "--prompt", "x")
+    assert (code, out) == (2, "") and "no tokenizer that transformers can load" in err
+
+
 def test_unequal_ranks_are_checked_for_the_runtime(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "check", model, "--tp", 2, "--rank-memory", "2,1", "--json")
     assert code == 0 and json.loads(out)["ok"]
@@ -168,6 +197,11 @@ def test_a_saved_plan_brings_its_ranks(model: Path, tmp_path: Path, capsys: pyte
     asked = ["--plan", tmp_path / "plan.json", "--prompt-ids", "1,2", "--max-tokens", 2, "--dtype", "fp32", "--json"]
     code, out, _ = run(capsys, "generate", model, *asked)
     assert code == 0 and json.loads(out)["tp"] == 2
+
+
+def test_a_config_without_a_model_type_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = run(capsys, "plan", write_model(tmp_path / "m", model_type=None), "--tp", 2)
+    assert "has no model_type. Known: " in err
 
 
 def test_unknown_family_names_the_known_and_how_to_add_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 from cli.test_cli import run
 
 from clients.served_models import write_synthetic
-from clients.served_process import Serving, ended, named_memory, started, until
+from clients.served_process import PATIENCE, Serving, ended, named_memory, started, until
 
 LONG: Any = {
     "model": "m", "prompt": [5, 6, 7], "max_tokens": 8000, "temperature": 0, "extra_body": {"ignore_eos": True},
@@ -177,5 +179,49 @@ def test_no_room_for_a_page(model: Path, tmp_path: Path) -> None:
     """What only the ranks can tell, once they are loaded."""
     serving = Serving(model, tmp_path / "log", "--kv-memory", "0.00001")
     assert serving.process.communicate(timeout=300)[0] == ""
-    last = serving.log.read_text().splitlines()[-1]
+    said = serving.log.read_text()
+    last = said.splitlines()[-1]
     assert serving.process.returncode == 2 and "no room for KV cache" in last and "--kv-memory" in last
+    assert said.count("no room for KV cache") == 1
+
+
+@pytest.mark.parametrize("loading", [False, True], ids=["imports", "loads"])
+def test_sigterm_before_it_serves(model: Path, tmp_path: Path, loading: bool) -> None:
+    """As a supervisor sends it: to all the processes of a command. Weights that are being loaded are no failure."""
+    log = tmp_path / "log"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "oddrank", "serve", str(model), "--tp", "2", "--port", str(port)],
+            stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+        )  # fmt: skip
+    try:
+        if loading:
+            until(lambda: _answers(f"http://127.0.0.1:{port}/health"), "it says how it is")
+        else:
+            until(lambda: _catches(process.pid, signal.SIGTERM), "the command handles SIGTERM")
+        os.killpg(process.pid, signal.SIGTERM)
+        code = process.wait(PATIENCE)
+    finally:
+        process.kill()
+    said = log.read_text().splitlines()
+    if loading:
+        assert code == 0 and any(" ending; " in line for line in said), said
+    else:
+        assert code == 128 + signal.SIGTERM and said == ["oddrank: ended by SIGTERM."]
+
+
+def _answers(url: str) -> bool:
+    try:
+        httpx.get(url, timeout=PATIENCE)
+    except httpx.ConnectError:
+        return False
+    return True
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal (proc(5): SigCgt)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (number - 1) & 1)

@@ -44,6 +44,18 @@ def test_paths_are_no_ids(model: "str | Path") -> None:
     assert hub_model(model) is None
 
 
+@pytest.mark.parametrize("model", ["a/b--c", "a--b/c", "a/b..c", "a/b.", "a./b", "a/b-", "a/b.git", "a/" + "b" * 97])
+def test_what_no_repository_can_be_called_is_no_id(model: str) -> None:
+    assert hub_model(model) is None
+
+
+def test_what_the_hub_has_for_no_name_is_one_clear_error(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "There is no 'models/tiny--2'" in refusal(capsys, "plan", "models/tiny--2", "--tp", 2)
+    said = refusal(capsys, "plan", "https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", "--tp", 2)
+    assert said.endswith("is a URL. Give the id of the model there: Qwen/Qwen3-0.6B.\n")
+    assert not hub.asked
+
+
 def test_a_directory_wins_and_paths_are_never_asked_for(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.repos["org/name"] = Repo(headers(Path("elsewhere"), 2))
     one_file(Path("org/name"))

@@ -17,14 +17,20 @@ ODD = [(3, 17), (98, 301)]
 """Columns that only formats with a code for each number have."""
 
 
-def native(made: Sample) -> NativeMatrix:
-    found = native_matrix(made.decoder, made.stored)
+PAIRS = [case for case in CASES if case.name[:3] in ("fp8", "mxf", "nvf") or case == CASES[0]]
+"""Whose products with many x round those to bf16 where the CPU multiplies that, unless they are to be exact."""
+ROUNDED = [(case, True) for case in CASES] + [(case, False) for case in PAIRS]
+
+
+def native(made: Sample, exact: bool = True) -> NativeMatrix:
+    found = native_matrix(made.decoder, made.stored, exact)
     assert found is not None
     return found
 
 
 def rows(m: int, k: int) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(m).normal(0, 1, (m, k))).float()
+    """Numbers of bf16: rounding to it changes none."""
+    return torch.from_numpy(np.random.default_rng(m).normal(0, 1, (m, k))).bfloat16().float()
 
 
 def error(got: Tensor, x: Tensor, numbers: np.ndarray) -> float:
@@ -35,24 +41,26 @@ def error(got: Tensor, x: Tensor, numbers: np.ndarray) -> float:
     return float((np.abs(got.double().numpy() - a @ numbers.T) / np.maximum(bound, 1e-300)).max())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_products_with_many_rows(case: Case, level: str) -> None:
+@pytest.mark.parametrize(("case", "exact"), ROUNDED, ids=str)
+def test_products_with_many_rows(case: Case, exact: bool, level: str) -> None:
     for n, k in SHAPES + (ODD if case.name[:3] in ("den", "fp8", "int") else [(3, 72)]):
         made = sample(case, n, k, seed=n + k)
-        matrix = native(made)
-        for m in BATCHES if (n, k) == SHAPES[3] else (33, 50):
+        matrix = native(made, exact)
+        for m in BATCHES if (n, k) == SHAPES[3] else (33, 50, 70):
+            if not exact and "fp4" in case.name and (m < 64 or level != "avx512bf16"):
+                continue  # by integers: test_native_fixed.py
             x = rows(m, k)
             assert error(matrix.linear(x, threads=2), x, made.numbers) < 1, (n, k, m)
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=str)
-def test_neither_threads_nor_neighbours_change_a_bit(case: Case, level: str) -> None:
-    matrix = native(sample(case, 259, 1088))
+@pytest.mark.parametrize(("case", "exact"), ROUNDED[::3], ids=str)
+def test_neither_threads_nor_neighbours_change_a_bit(case: Case, exact: bool, level: str) -> None:
+    matrix = native(sample(case, 259, 1088), exact)
     x = rows(130, 1088)
     want = matrix.linear(x)
     for threads in (2, 3, 5):
         assert torch.equal(matrix.linear(x, threads=threads), want)
-    assert torch.equal(matrix.linear(x[37:101]), want[37:101])
+    assert torch.equal(matrix.linear(x[37:102]), want[37:102])
 
 
 def test_stacks_of_several_formats_with_a_bias(level: str) -> None:
@@ -89,15 +97,18 @@ NAN = [
 ]
 
 
+@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("column", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize(("case", "suffix", "value"), NAN, ids=str)
-def test_what_is_not_finite_stays_in_its_row(case: Case, suffix: str, value: float, column: int, level: str) -> None:
+def test_what_is_not_finite_stays_in_its_row(
+    case: Case, suffix: str, value: float, column: int, exact: bool, level: str
+) -> None:
     made = sample(case, 140, 304)
     part = made.stored[suffix]
     words = part.view(torch.uint8) if isinstance(value, int) else part
     words[101 if len(part) == 140 else 0, column] = value
-    x = torch.rand(41, 304) + 0.5
-    got, want = native(made).linear(x, threads=2), made.decoder.linear(x, made.stored)
+    x = torch.rand(81, 304) + 0.5
+    got, want = native(made, exact).linear(x, threads=2), made.decoder.linear(x, made.stored)
     assert not want.isfinite().all()
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got[got.isinf()], want[want.isinf()])

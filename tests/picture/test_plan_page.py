@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -492,6 +493,25 @@ def test_a_plan_that_cannot_be_made_leaves_no_page(
 ) -> None:
     code, _, _ = run(capsys, "plan", tiny, "--tp", 10, "--html", tmp_path / "page.html")
     assert code == 2 and not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("through", ["", "link.html"])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_page_takes_the_place_of_no_file_of_the_model(
+    file: str, through: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied, before = tmp_path / "copied", (tiny / file).read_bytes()
+    shutil.copytree(tiny, copied)
+    page = copied / file
+    if through:
+        page = tmp_path / through
+        page.symlink_to(copied / file)
+    code, out, err = run(capsys, "plan", copied, "--tp", 2, "--html", page)
+    assert code == 2 and not out and "a file of the model" in err
+    assert (copied / file).read_bytes() == before
+    for _ in range(2):  # beside them is a place as any other, and an earlier page is no file of the model
+        code, _, _ = run(capsys, "plan", copied, "--tp", 2, "--html", copied / "page.html")
+        assert code == 0
 
 
 def test_an_earlier_page_is_replaced_whole(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

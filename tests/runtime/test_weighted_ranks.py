@@ -140,3 +140,5 @@ def test_a_weighted_plan_runs_nowhere_else(tmp_path: Path) -> None:
     model("llama").hf.save_pretrained(path)
     with pytest.raises(OddrankError, match="vllm executor gives every rank the same"):
         make_plan(path, 3, executor="vllm", rank_memory=(24, 24, 16))
+    with pytest.raises(OddrankError, match="every rank needs some memory"):
+        make_plan(path, 3, rank_memory=(5e-324, 24, 16))

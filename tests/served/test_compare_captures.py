@@ -54,6 +54,16 @@ def test_a_near_tie_on_both_sides() -> None:
     assert not d.at_least_a and not d.at_least_b
 
 
+def test_counts_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = answer(A, token("B", -0.7, ("C", -0.75))), answer(A, token("C", -0.69, ("B", -0.72)))
+    for name, captured in (("x", taken(x)), ("y", taken(y)), ("other", taken(answer(token("C", -0.01, ("A", -9.0)))))):
+        write_capture(captured, tmp_path / name)
+    code, out, _ = run(capsys, "compare", tmp_path / "x", tmp_path / "y", "--max-kl", 1)
+    assert code == 0 and "0 identical, 1 near tie, 0 diverged, 0 failed" in out
+    code, out, err = run(capsys, "compare", tmp_path / "x", tmp_path / "other")
+    assert code == 1 and "0 near ties, 1 diverged" in out and "1 of 1 prompt diverged" in err
+
+
 def test_one_side_that_was_sure_is_no_near_tie() -> None:
     x, y = answer(token("B", -0.7, ("C", -0.75))), answer(token("C", -0.01, ("B", -5.0)))
     found = pair(x, y)

@@ -210,6 +210,10 @@ def test_token_ids_of_a_stream_are_those_of_the_whole() -> None:
 BAD = [
     (b"{", 400, "not valid JSON"),
     (b'{"prompt": "\xff"}', 400, "not valid JSON"),
+    (b'{"prompt": "a", "stop": "\\ud8"}', 400, "The body is not valid JSON: invalid escape"),
+    (b'{"prompt": "a\\ud800"}', 400, "\\ud800, half of a surrogate pair"),
+    (b'{"prompt": "\\ud83d\\ude00", "stop": ["\\ude00\\ud83d"]}', 400, "\\ude00, half of a surrogate pair"),
+    (b'{"\\udfff": 1}', 400, "\\udfff, half of a surrogate pair"),
     (b"[]", 400, "object"),
     ({"prompt": "a", "temperature": "1"}, 400, "temperature"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature"),

@@ -164,7 +164,8 @@ class AtomicDirectory:
         except FileNotFoundError:
             return
         except NotADirectoryError:
-            raise OddrankError(f"{self.final} exists and is not a directory. Choose another name.") from None
+            what = self.final if os.path.lexists(self.final) else self.final.parent
+            raise OddrankError(f"{what} exists and is not a directory. Choose another name.") from None
         raise OddrankError(
             f"{self.final} exists and is not empty; nothing in it is touched. Remove it, or choose another name."
         )
@@ -174,7 +175,8 @@ class AtomicDirectory:
         if head is not None and head.fingerprint != fingerprint and not restart:
             raise OddrankError(
                 f"{self.partial} holds an unfinished run with {len(lines)} finished files, made from another plan or "
-                f"another checkpoint, so it cannot be continued. Ask for a restart, or remove that directory."
+                f"another checkpoint, so it cannot be continued. Ask for a restart (--restart), or remove that "
+                "directory."
             )
         if head is None or restart:
             lines = []

@@ -234,7 +234,7 @@ def _refuse_missing(source: "Directory | Repository", shards: list[str], named_b
 def _refuse_ambiguity(root: Path, names: list[str], shards: list[str]) -> None:
     if "model.safetensors" in names and "model.safetensors" not in shards:
         raise OddrankError(
-            f"{root} holds model.safetensors and an {INDEX} that does not name it: transformers would read "
+            f"{root} holds model.safetensors and a {INDEX} that does not name it: transformers would read "
             f"the "
             f"one and vLLM the other. Remove the one that is not the model."
         )

@@ -278,7 +278,8 @@ class ConfigView:
 
     def _int(self, key: str, value: Any, low: int, high: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            within = f"of at least {low}" if high == _MAX_INT else f"from {low} to {high}"
+            most = f" and at most {high}" if isinstance(value, int) and value > high else ""
+            within = f"of at least {low}{most}" if high == _MAX_INT else f"from {low} to {high}"
             raise self.error(key, f"a whole number {within}", value)
         return value
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from oddrank.checkpoint.header import Header, read_header, show, why
 from oddrank.checkpoint.jsonfile import read_file
 from oddrank.errors import OddrankError
+from oddrank.words import counted
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -228,7 +229,8 @@ def _no_weights(root: Path, names: list[str]) -> OddrankError:
             f"AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(OUT)."
         )
     return OddrankError(
-        f"{root} holds no .safetensors file ({len(names)} other files). Give a model directory, complete with weights."
+        f"{root} holds no .safetensors file ({counted(len(names), 'other file')}). Give a model directory, complete "
+        "with weights."
     )
 
 

@@ -20,7 +20,9 @@ from oddrank.errors import OddrankError
 if TYPE_CHECKING:
     from oddrank.checkpoint.repository import Repository
 
-_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@([^\s@]+))?", re.ASCII)
+_NAME = r"\w(?:[\w.-]{0,94}\w)?"
+_ID = re.compile(rf"({_NAME}/{_NAME})(?:@([^\s@]+))?", re.ASCII)
+_URL = re.compile(rf"https?://[^/]+/({_NAME}/{_NAME})(?:/.*)?", re.ASCII)
 
 
 class HubModel(msgspec.Struct, frozen=True):
@@ -39,7 +41,8 @@ def hub_model(model: str | os.PathLike[str]) -> HubModel | None:
     None where it is a path: whatever exists, is spelled otherwise (./x, /x, x/y/z), or is no string.
     """
     found = _ID.fullmatch(model) if isinstance(model, str) else None
-    if found is None or os.path.lexists(model):
+    # nor does huggingface_hub take the last three for an id
+    if found is None or "--" in found[1] or ".." in found[1] or found[1].endswith(".git") or os.path.lexists(model):
         return None
     return HubModel(found[1], found[2] or "main")
 
@@ -51,6 +54,9 @@ def find(model: str | os.PathLike[str]) -> Directory | Repository:
     """
     named = hub_model(model)
     if named is None:
+        url = _URL.fullmatch(model) if isinstance(model, str) else None
+        if url is not None and not os.path.lexists(model):
+            raise OddrankError(f"{show(str(model))} is a URL. Give the id of the model there: {url[1]}.")
         return Directory(Path(model))
     _check_endpoint(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     from oddrank.checkpoint.repository import open_repository

@@ -20,6 +20,7 @@ from oddrank.checkpoint.hub import HubModel
 from oddrank.checkpoint.jsonfile import parse_index, read_file
 from oddrank.checkpoint.remote import Remote
 from oddrank.errors import OddrankError
+from oddrank.words import counted
 
 PARALLEL = 32
 """Requests at a time."""
@@ -207,4 +208,5 @@ def _offline(model: HubModel, snapshot: Path | None, lacking: list[str]) -> Oddr
     if snapshot is None:
         return OddrankError(f"{where}The hub's cache ({constants.HF_HUB_CACHE}) does not hold it. {remedy}.")
     some = ", ".join(map(show, lacking[:3])) + (", ..." if len(lacking) > 3 else "")
-    return OddrankError(f"{where}Its snapshot in the hub's cache lacks {len(lacking)} files: {some}. {remedy}.")
+    missing = counted(len(lacking), "file")
+    return OddrankError(f"{where}Its snapshot in the hub's cache lacks {missing}: {some}. {remedy}.")

@@ -59,7 +59,7 @@ def main() -> None:
     """Entry point. Every foreseen error is one paragraph on stderr, never a traceback."""
     with suppress(ValueError):  # not the main thread: whoever runs it there handles its signals
         # so that what is being cleaned up on the way out is, when a supervisor stops it
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         group.main(standalone_mode=False)
     except click.exceptions.Exit as stop:
@@ -69,6 +69,8 @@ def main() -> None:
         sys.exit(2)
     except OddrankError as error:
         _fail(str(error), error.exit_code)
+    except _TerminatedError:
+        _fail("ended by SIGTERM.", 143)
     except (KeyboardInterrupt, click.exceptions.Abort):
         _fail("interrupted.", 130)
     except BrokenPipeError:
@@ -81,6 +83,14 @@ def main() -> None:
         where = f"{error.filename}: " if error.filename else ""
         full = " Free some space and run the same command again." if error.errno == errno.ENOSPC else ""
         _fail(f"{where}{error.strerror or error}.{full}", 2)
+
+
+class _TerminatedError(SystemExit):
+    """SIGTERM, where a command does not handle it."""
+
+
+def _terminate(*_: object) -> None:
+    raise _TerminatedError(143)
 
 
 def _fail(message: str, code: int) -> None:

@@ -8,6 +8,7 @@ import click
 
 from oddrank.cli.number import Number
 from oddrank.errors import CheckFailedError, OddrankError
+from oddrank.words import counted
 
 
 @click.command("capture", short_help="Keep what a server answers to a suite of prompts")
@@ -59,7 +60,10 @@ def command(
     def tell(answer: Answer) -> None:
         nonlocal done
         done += 1
-        said = answer.error or f"{answer.completion_tokens or len(answer.tokens)} tokens, {answer.seconds:.1f} s"
+        said = (
+            answer.error
+            or f"{counted(answer.completion_tokens or len(answer.tokens), 'token')}, {answer.seconds:.1f} s"
+        )
         click.echo(f"{done}/{len(prompts)} {answer.prompt.name}: {said}", err=True)
 
     found = capture(
@@ -71,9 +75,11 @@ def command(
     told = (("token ids", any(a.with_ids for a in found.answers)),
             ("logprobs", any(t.top for a in found.answers for t in a.tokens)))  # fmt: skip
     kept = " and ".join(name for name, there in told if there) or "text alone"
-    click.echo(f"{path}: {len(found.answers) - len(failed)} answers of {found.model}, {found.api}, with {kept}")
+    click.echo(
+        f"{path}: {counted(len(found.answers) - len(failed), 'answer')} of {found.model}, {found.api}, with {kept}"
+    )
     if failed:
         raise CheckFailedError(
-            f"{len(failed)} of {len(found.answers)} prompts were not answered; the first of them, "
+            f"{len(failed)} of {counted(len(found.answers), 'prompt')} got no answer; the first of them, "
             f"{failed[0].prompt.name}: {failed[0].error}"
         )

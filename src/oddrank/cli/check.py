@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from oddrank.cli.options import RANK_MEMORY, Sizes, constraint_pairs, planning
 from oddrank.errors import CheckFailedError
+from oddrank.words import counted
 
 if TYPE_CHECKING:
     from oddrank.checkpoint import Checkpoint
@@ -150,4 +151,5 @@ def _fail(problems: tuple[str, ...], contrary: list[str]) -> None:
             click.echo(f"{title}: {line}", err=True)
         if len(lines) > SHOWN:
             click.echo(f"... and {len(lines) - SHOWN} more", err=True)
-    raise CheckFailedError(f"{len(problems)} problems with coverage, {len(contrary)} layers the config is wrong about.")
+    found = f"{counted(len(problems), 'problem')} with coverage, {counted(len(contrary), 'layer')}"
+    raise CheckFailedError(f"{found} the config is wrong about.")

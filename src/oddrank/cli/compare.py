@@ -10,6 +10,7 @@ import msgspec
 
 from oddrank.cli.number import Number
 from oddrank.errors import CheckFailedError, OddrankError
+from oddrank.words import counted
 
 if TYPE_CHECKING:
     from oddrank.verify.served.answers import Capture
@@ -141,7 +142,7 @@ def _show(found: Comparison) -> None:
         if pair.why:
             out.print(Text(f"{pair.name}: {pair.why}"))
     kl = "" if found.kl is None else f"; KL(A || B) at least {found.kl:.2g} nats a token over {found.kl_tokens}"
-    counts = f"{found.identical} identical, {found.near_ties} near ties, {found.diverged} diverged"
+    counts = f"{found.identical} identical, {counted(found.near_ties, 'near tie')}, {found.diverged} diverged"
     out.print(f"{counts}, {found.failed} failed{kl}")
 
 
@@ -161,9 +162,9 @@ def _why(found: Comparison) -> str:
     bad = [p for p in found.pairs if p.status in ("diverged", "failed")]
     if bad:
         worst = max(bad, key=_worst)
-        count = f"{found.diverged} of {len(found.pairs)} prompts diverged beyond a near tie"
+        count = f"{found.diverged} of {counted(len(found.pairs), 'prompt')} diverged beyond a near tie"
         if found.failed:
-            count += f" and {found.failed} were not answered"
+            count += f" and {found.failed} got no answer"
         d = worst.divergence
         if d is None or d.near_tie:
             parts.append(f"{count}; {worst.name}: {worst.why}")

@@ -9,9 +9,10 @@ import click
 import msgspec
 
 from oddrank.cli.number import Number
-from oddrank.cli.options import RANK_MEMORY, Sizes, expert_options, plan_for, planning
+from oddrank.cli.options import RANK_MEMORY, Sizes, expert_options, plan_for, planning, short
 from oddrank.errors import OddrankError
 from oddrank.runtime.expert_options import ExpertOptions
+from oddrank.words import counted
 
 
 class TokenIds(click.ParamType[list[int]]):
@@ -22,7 +23,7 @@ class TokenIds(click.ParamType[list[int]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
         parts = [part.strip() for part in str(value).split(",")]
         if not all(part.isdecimal() and len(part) < 10 for part in parts):
-            self.fail(f'"{value}" is not token ids: numbers from 0 on with commas between them (3,17,52).')
+            self.fail(f'"{short(value)}" is not token ids: numbers from 0 on with commas between them (3,17,52).')
         return [int(part) for part in parts]
 
 
@@ -169,8 +170,9 @@ def command(
             if not live:
                 click.echo(f"--- {asked_for}")
             click.echo(words)
+    generated = counted(sum(len(o.token_ids) for o in result.outputs), "token")
     click.echo(
-        f"TP={result.tp} {plan.kind}, {result.dtype}: {sum(len(o.token_ids) for o in result.outputs)} tokens, "
+        f"TP={result.tp} {plan.kind}, {result.dtype}: {generated}, "
         f"{result.tokens_per_second:.1f} tokens/s, loaded in {result.load_seconds:.1f} s",
         err=True,
     )

@@ -9,11 +9,24 @@ import click
 
 from oddrank.errors import OddrankError
 from oddrank.layout.plan import Plan
+from oddrank.layout.shares import LEAST
 from oddrank.layout.solver import DEFAULT_CONTEXT, LAYOUTS
 from oddrank.runtime.expert_options import KINDS, LOADS
 
 if TYPE_CHECKING:
     from oddrank.checkpoint import Checkpoint
+
+
+def whole(text: str) -> int | None:
+    """The whole number that is written in decimal digits, None where they are none or more than any count needs (Python
+    refuses to read thousands of them)."""
+    return int(text) if text.isdecimal() and len(text) <= 100 else None
+
+
+def short(value: object) -> str:
+    """What was given, for a message: no more of it than one line shows."""
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 class Sizes(click.ParamType[list[int]]):
@@ -30,15 +43,15 @@ class Sizes(click.ParamType[list[int]]):
         sizes: list[int] = []
         for part in str(value).split(","):
             low, dash, high = part.strip().partition("-")
-            if not low.isdecimal() or (dash and not high.isdecimal()):
-                self.fail(f'"{value}" is not a number of ranks' + (" (3, 1-16 or 2,3,5)." if self.many else "."))
-            first, last = int(low), int(high) if dash else int(low)
+            first, last = whole(low), whole(high if dash else low)
+            if first is None or last is None:
+                self.fail(f'"{short(value)}" is not a number of ranks' + (" (3, 1-16 or 2,3,5)." if self.many else "."))
             if first < 1:
                 self.fail(f'"{value}": the number of ranks must be at least 1.')
             if last < first:
                 self.fail(f'"{value}": the range ends before it begins.')
             if last - first > 4096:
-                self.fail(f'"{value}" is more sizes than anybody reads.')
+                self.fail(f'"{value}" is more sizes than anybody reads: at most 4097.')
             sizes += range(first, last + 1)
         if not self.many and len(sizes) != 1:
             self.fail(f'"{value}": one number of ranks is wanted here.')
@@ -62,7 +75,7 @@ class Memory(click.ParamType[list[float]]):
                 size = float(part)
             except ValueError:
                 size = 0.0
-            if not 0 < size < 1e6:
+            if not LEAST <= size < 1e6:
                 self.fail(f'"{value}" is not memory in GiB' + (", one number a rank (24,24,16)." if self.many else "."))
             sizes.append(size)
         if not self.many and len(sizes) != 1:
@@ -82,12 +95,13 @@ def constraint_pairs(values: tuple[str, ...]) -> dict[str, int]:
     """`K=V` options as a dict. Raises OddrankError for anything else."""
     pairs: dict[str, int] = {}
     for value in values:
-        key, equals, number = value.partition("=")
-        if not equals or not number.strip().isdecimal():
-            raise OddrankError(f'--constraint "{value}": give NAME=NUMBER, e.g. gqa=6 or mlp_multiple=64.')
+        key, equals, written = value.partition("=")
+        number = whole(written.strip())
+        if not equals or number is None:
+            raise OddrankError(f'--constraint "{short(value)}": give NAME=NUMBER, e.g. gqa=6 or mlp_multiple=64.')
         if key.strip() in pairs:
             raise OddrankError(f"--constraint {key.strip()} is given twice.")
-        pairs[key.strip()] = int(number)
+        pairs[key.strip()] = number
     return pairs
 
 

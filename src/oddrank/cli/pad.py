@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from oddrank.cli.options import Sizes, constraint_pairs, planning
+from oddrank.words import counted
 
 
 @click.command("pad", short_help="Write the plan's virtual checkpoint to disk")
@@ -65,8 +66,8 @@ def command(
         )
     for note in notes_of(planned):
         click.echo(f"note: {note}")
-    resumed = f", {done.resumed} weight files kept from an earlier run" if done.resumed else ""
+    resumed = f", {counted(done.resumed, 'weight file')} kept from an earlier run" if done.resumed else ""
     click.echo(
-        f"{done.path}: {plan.kind} for TP={plan.tp}, {done.changed} of {done.tensors} tensors changed, "
+        f"{done.path}: {plan.kind} for TP={plan.tp}, {done.changed} of {counted(done.tensors, 'tensor')} changed, "
         f"{done.bytes_written / 2**20:.1f} MiB of weights written{resumed}"
     )

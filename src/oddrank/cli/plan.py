@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import msgspec
 
 from oddrank.cli.options import RANK_MEMORY, Memory, Sizes, constraint_pairs, planning
 from oddrank.errors import OddrankError
+
+PAGE_START = b"<!doctype html>"
 
 
 @click.command("plan", short_help="How a model is laid out over N ranks, what it costs, and the proof")
@@ -64,6 +67,8 @@ def command(
     if html is not None and len(sizes) > 1:
         raise OddrankError("--html shows one size of --tp, not several.")
     subject = study(Checkpoint.open(model))
+    if html is not None:
+        spare_the_model(Path(html), model, drafter)
     wanted = Constraints.parse(constraint_pairs(constraints), subject.model)
 
     def request(tp: int) -> Request:
@@ -108,6 +113,21 @@ def command(
         show_sizes(subject.name, executor, lines)
     if all(line["refused"] for line in lines):
         raise OddrankError(f"none of these sizes can be planned: {lines[0]['refused']}")
+
+
+def spare_the_model(page: Path, *models: str | None) -> None:
+    """Raises OddrankError where `page` is a file of one of the models' directories: a page would take the place of
+    weights or a config. A page that is there may be replaced."""
+    if not page.is_file():
+        return
+    # a link is followed, and the hub's cache has links for files
+    within = {os.path.realpath(page.parent), os.path.dirname(os.path.realpath(page))}
+    with open(page, "rb") as file:
+        earlier = file.read(len(PAGE_START)) == PAGE_START
+    if not earlier and any(model is not None and os.path.realpath(model) in within for model in models):
+        raise OddrankError(
+            f"{page} is a file of the model, and --html would replace it with a page. Give a name that is free."
+        )
 
 
 def size_line(subject: Any, request: Any) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 import msgspec
 
+from oddrank.words import counted
+
 
 @click.command("synth", short_help="Write a checkpoint with a published model's geometry and random values")
 @click.argument("family")
@@ -80,4 +82,5 @@ def command(
         }
         click.echo(msgspec.json.encode(report))
         return
-    click.echo(f"{path}: {len(made.tensors)} tensors in {len(made.files)} files, {amount(size_of)}")
+    tensors, files = counted(len(made.tensors), "tensor"), counted(len(made.files), "file")
+    click.echo(f"{path}: {tensors} in {files}, {amount(size_of)}")

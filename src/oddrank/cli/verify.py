@@ -11,6 +11,7 @@ from oddrank.cli.options import RANK_MEMORY, Sizes, expert_options, plan_for
 from oddrank.errors import CheckFailedError, OddrankError
 from oddrank.layout.solver import DEFAULT_CONTEXT
 from oddrank.runtime.expert_options import ExpertOptions
+from oddrank.words import counted
 
 if TYPE_CHECKING:
     from oddrank.verify.verify import Verdict
@@ -131,7 +132,7 @@ def _line(v: Verdict) -> str:
     text = (
         f"{'same' if v.ok else 'DIFFERENT':<9} {v.what} TP={v.tp} ({v.layout}): max |difference| {c.max_abs:.2e}, "
         f"relative {c.max_rel:.2e} (allowed {v.tolerance:.0e}), KL {c.kl_max:.1e}, greedy agreement "
-        f"{c.greedy_agreement:.1%} of {c.positions} positions"
+        f"{c.greedy_agreement:.1%} of {counted(c.positions, 'position')}"
     )
     if c.first_divergence is not None:
         d = c.first_divergence

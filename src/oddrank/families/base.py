@@ -68,8 +68,8 @@ def family_of(config: ConfigView) -> Family:
         if model_type in family.model_types:
             return family
     known = ", ".join(sorted(t for f in families().values() for t in f.model_types))
-    what = f'model_type "{model_type}"' if model_type else "no model_type"
+    what = f'model_type "{model_type}", which oddrank does not know' if model_type else "no model_type"
     raise OddrankError(
-        f"{config.file} has {what}, which oddrank does not know. Known: {known}. "
+        f"{config.file} has {what}. Known: {known}. "
         "A new family is one file in oddrank/families that says what each tensor means (docs/adding-a-family.md)."
     )

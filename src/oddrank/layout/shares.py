@@ -14,12 +14,16 @@ TOO_SMALL = 2.0
 """A rank whose part, cut in whole units, is more than this many times its share is refused: it cannot hold that."""
 
 
+LEAST = 2.0**-30
+"""GiB: a byte. Parts of the whole that are next to nothing cannot be divided by."""
+
+
 def require_shares(shares: Sequence[float], tp: int, executor: str, layout: str, wanted: Constraints) -> None:
     """Raises OddrankError for shares that mean nothing, or beside wishes that only equal ranks can meet."""
     shown = f"--rank-memory {','.join(f'{s:g}' for s in shares)}"
     if len(shares) != tp:
         raise OddrankError(f"{shown} is for {len(shares)} ranks, and --tp is {tp}.")
-    if not all(math.isfinite(s) and s > 0 for s in shares):
+    if not all(math.isfinite(s) and s >= LEAST for s in shares):
         raise OddrankError(f"{shown}: every rank needs some memory, in GiB.")
     if len(set(shares)) == 1:
         return

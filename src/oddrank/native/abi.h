@@ -42,9 +42,9 @@ struct Level {
   // y[b * stride + row - begin] = row . x[b] for rows [begin, end) and b < m; x: pointers to arranged ones
   void (*multiply)(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
                    int64_t stride);
-  const Gemm *gemm;
-  // Whether a product with many x is faster by `gemm` than by `multiply`.
-  bool (*decoded)(const Matrix &a);
+  // What multiplies many x, and from how many on that is faster than `multiply`.
+  const Gemm *(*gemm)(const Matrix &a);
+  int64_t (*gemm_from)(const Matrix &a);
 };
 
 // x from which a level may take bf16 by another product, to which more rows at a time are worth giving.

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "gates.h"
 #include "operations.h"
 #include "pool.h"
 #include "rows.h"
@@ -49,8 +50,6 @@ struct Heads {
   int64_t step;        // heads of a piece
 };
 
-float softplus(float x) { return x > 20.0f ? x : ::log1pf(::expf(x)); }
-
 void one_head(const Heads &h, int64_t sequence, int64_t head, bool last) {
   const DeltaArguments &a = *h.arguments;
   const int64_t key_head = a.partner[head];
@@ -68,8 +67,8 @@ void one_head(const Heads &h, int64_t sequence, int64_t head, bool last) {
   one.next = last ? nullptr : one.state + a.key_width * a.value_width;
   one.key_width = a.key_width;
   one.value_width = a.value_width;
-  one.decay = ::expf(-::expf(a.a_log[head]) * softplus(a.a[at] + a.dt_bias[head]));
-  one.beta = 1.0f / (1.0f + ::expf(-a.b[at]));
+  one.decay = ::expf(head_rate(a.a_log[head]) * softplus(a.a[at] + a.dt_bias[head]));
+  one.beta = logistic(a.b[at]);
   one.scratch = k + a.key_width;
   one.out = a.out + sequence * values + head * a.value_width;
   h.level->recur(one);

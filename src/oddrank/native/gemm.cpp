@@ -55,17 +55,19 @@ int64_t step_of(int64_t n, int32_t threads) {
 
 }  // namespace
 
-void gemm_linear(const Gemm *gemm, const Matrix *parts, int64_t count, const float *x, int64_t m, int64_t x_stride,
+void gemm_linear(const Level *level, const Matrix *parts, int64_t count, const float *x, int64_t m, int64_t x_stride,
                  const float *bias, float *y, int64_t y_stride, int32_t threads) {
   for (int64_t done = 0; done < m; done += GEMM_BATCH) {
     const int64_t some = std::min(GEMM_BATCH, m - done);
     const Matrix *packed = nullptr;
+    const Gemm *gemm = nullptr;
     float *numbers = nullptr;
     int64_t row = 0;
     for (const Matrix *a = parts; a < parts + count; row += a->n, a++) {
       if (!a->n) continue;
-      if (!packed || packed->format != a->format || packed->order != a->order) {
-        packed = a;
+      const Gemm *wanted = level->gemm(*a);
+      if (!packed || gemm != wanted || packed->format != a->format || packed->order != a->order) {
+        packed = a, gemm = wanted;
         const int64_t panels = (some + gemm->panel - 1) / gemm->panel;
         numbers = packed_x.floats(panels * gemm->panel * gemm->columns(*a));
         Packing packing = {gemm, a, x + done * x_stride, some, x_stride, numbers};

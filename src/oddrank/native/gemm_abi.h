@@ -11,10 +11,11 @@ constexpr int64_t GEMM_ROW = GEMM_COLUMNS + 16;  // numbers from a decoded row t
 constexpr int64_t GEMM_BATCH = 512;              // x in one pass over the rows
 
 // Products of many x by one level. x is "packed": panels of `panel` x each, in a panel the numbers of all its x for the
-// first column that the level decodes, then for the second, ...; zeros fill the last panel and the last group of columns.
+// first column (or pair of columns in bf16) that the level decodes, then for the second, ...; zeros fill the last panel and
+// the last group of columns.
 struct Gemm {
   int64_t panel;
-  // Columns of a packed x.
+  // Columns, or pairs, of a packed x: numbers of four bytes.
   int64_t (*columns)(const Matrix &a);
   // Packs `count` x, at most a panel: x[i] is a.k numbers. out: [columns(a), panel]
   void (*pack)(const Matrix &a, const float *const *x, int64_t count, float *out);
@@ -31,7 +32,7 @@ inline constexpr int64_t gemm_scratch(int64_t m, int64_t panel) {
 
 // y[b] = the parts, one above the other, times x[b], plus bias: [the sum of their rows], or null. Parts have as many
 // columns; rows of x and of y are x_stride and y_stride numbers apart.
-void gemm_linear(const Gemm *gemm, const Matrix *parts, int64_t count, const float *x, int64_t m, int64_t x_stride,
+void gemm_linear(const Level *level, const Matrix *parts, int64_t count, const float *x, int64_t m, int64_t x_stride,
                  const float *bias, float *y, int64_t y_stride, int32_t threads);
 
 }  // namespace oddrank

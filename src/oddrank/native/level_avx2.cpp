@@ -233,6 +233,6 @@ void multiply_here(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t 
 
 }  // namespace
 
-const Level avx2_level = {"avx2", arranged_here, arrange_here, multiply_here, &gemm, always};
+const Level avx2_level = {"avx2", arranged_here, arrange_here, multiply_here, one_gemm, one_gemm_from};
 }  // namespace oddrank
 #endif

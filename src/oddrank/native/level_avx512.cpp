@@ -7,6 +7,6 @@
 #include "gemm.h"
 
 namespace oddrank {
-const Level avx512_level = {"avx512", arranged, arrange, multiply, &gemm, always};
+const Level avx512_level = {"avx512", arranged, arrange, multiply, one_gemm, one_gemm_from};
 }
 #endif

@@ -7,7 +7,7 @@
 #include "gemm.h"
 
 #include "avx512_fixed.h"
-#include "bf16_lanes.h"
+#include "bf16_gemm.h"
 
 namespace oddrank {
 namespace {
@@ -26,10 +26,12 @@ void multiply_here(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t 
                                   : pairs_multiply(a, x, m, begin, end, y, stride);
 }
 
-bool decoded_here(const Matrix &a) { return !fixed(a) && !paired(a); }
+const Gemm *gemm_here(const Matrix &a) { return gemm_of_pairs(a) ? &pairs_gemm : &gemm; }
+
+int64_t gemm_from_here(const Matrix &a) { return gemm_of_pairs(a) ? PAIRS_GEMM_FROM : fixed(a) ? INT64_MAX : GEMM_FROM; }
 
 }  // namespace
 
-const Level avx512bf16_level = {"avx512bf16", arranged_here, arrange_here, multiply_here, &gemm, decoded_here};
+const Level avx512bf16_level = {"avx512bf16", arranged_here, arrange_here, multiply_here, gemm_here, gemm_from_here};
 }  // namespace oddrank
 #endif

@@ -182,5 +182,5 @@ struct Mxfp4 : E2m1 {
 #include "gemm.h"
 
 namespace oddrank {
-const Level scalar_level = {"scalar", arranged, arrange, multiply, &gemm, always};
+const Level scalar_level = {"scalar", arranged, arrange, multiply, one_gemm, one_gemm_from};
 }

@@ -88,7 +88,7 @@ struct Arranging {
 
 // Whether there is a part whose rows are better decoded once for many x than multiplied by a few x at a time.
 bool decoded(const Level *level, const LinearArguments &a) {
-  return std::any_of(a.parts, a.parts + a.count, [&](const Matrix &m) { return level->decoded(m); });
+  return std::any_of(a.parts, a.parts + a.count, [&](const Matrix &m) { return a.m >= level->gemm_from(m); });
 }
 
 }  // namespace
@@ -99,8 +99,8 @@ using namespace oddrank;
 extern "C" void oddrank_linear(const LinearArguments *a) {
   if (!a->m || !a->count) return;
   const Level *level = level_in_use();
-  if (a->m >= GEMM_FROM && decoded(level, *a)) {
-    gemm_linear(level->gemm, a->parts, a->count, a->x, a->m, a->x_stride, a->bias, a->y, a->y_stride, a->threads);
+  if (decoded(level, *a)) {
+    gemm_linear(level, a->parts, a->count, a->x, a->m, a->x_stride, a->bias, a->y, a->y_stride, a->threads);
     return;
   }
   std::vector<Part> &parts = parts_memory;

@@ -48,7 +48,7 @@ class NativeMatrix:
 
     Of an exact one products are rounded in fp32 only. Else kernels may round x first, by no more than 2^-16 of the
     largest |x| of 512 columns (4-bit formats and integers), which is finer than bf16, or to bf16 where the CPU
-    multiplies that (level avx512bf16; bf16, e4m3 and MXFP8).
+    multiplies that (level avx512bf16; bf16, e4m3 and MXFP8, and of 64 x and more NVFP4 and MXFP4).
     """
 
     def __init__(self, found: Library, matrix: Matrix, tensors: list[Tensor]) -> None:

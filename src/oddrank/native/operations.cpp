@@ -63,6 +63,12 @@ std::vector<float> sample(const Operations &level) {
     std::vector<float> state = numbers(7 * n, 5), inputs = numbers(3 * n, 6), both(size_t(2 * n));
     level.recur({x.data(), w.data(), q.data(), state.data(), nullptr, 7, n, 0.9f, 0.5f, both.data(), y.data()});
     keep(y), keep(state);
+    std::vector<float> turned(size_t(5 * n)), decay(5, -0.2f), beta(5, 0.7f);
+    Chunk chunk = {q.data(), cache.data(), cache.data() + 40, n, decay.data(), beta.data(), state.data(), 5, 7, n, nullptr,
+                   turned.data(), n};
+    std::vector<float> memory(size_t(level.recur_chunk_scratch(chunk)));
+    chunk.scratch = memory.data();
+    level.recur_chunk(chunk), keep(turned), keep(state);
     level.convolve(x.data(), cache.data(), inputs.data(), y.data(), n, 4, 0, n), keep(y), keep(inputs);
   }
   return all;

@@ -50,6 +50,19 @@ struct Recur {
   float *out;      // [value width]
 };
 
+// Likewise, and consecutive tokens of one sequence.
+struct Chunk {
+  const float *q, *k;  // [tokens, key width]
+  const float *v;      // [tokens, value width], rows v_row apart
+  int64_t v_row;
+  const float *decay, *beta;  // [tokens]; of the decay the logarithm
+  float *state;
+  int64_t tokens, key_width, value_width;
+  float *scratch;  // recur_chunk_scratch numbers
+  float *out;      // as v, rows out_row apart
+  int64_t out_row;
+};
+
 struct Operations {
   // x += delta (unless null); y = x / sqrt(mean(x^2) + eps) * weight; y may be x.
   void (*norm)(float *x, const float *delta, const float *weight, float *y, int64_t n, float eps);
@@ -74,6 +87,8 @@ struct Operations {
   void (*convolve)(const float *x, const float *taps, float *inputs, float *y, int64_t channels, int64_t kernel,
                    int64_t begin, int64_t end);
   void (*recur)(const Recur &r);
+  int64_t (*recur_chunk_scratch)(const Chunk &c);
+  void (*recur_chunk)(const Chunk &c);
   int64_t (*attend_block_scratch)(const Block &b);
   void (*attend_block)(const Block &b);
   // Of every RUN numbers of x, the last of them perhaps fewer: the largest, NaN where one is NaN.

@@ -1,4 +1,5 @@
-"""Prompts: attention of the tokens of a step over what the cache holds of their sequences, and short convolutions."""
+"""Prompts: attention of the tokens of a step over what the cache holds of their sequences, short convolutions, and the
+gated delta rule."""
 
 import ctypes
 
@@ -82,3 +83,55 @@ def prefill_convolution(
     )  # fmt: skip
     call(library.operation("prefill_convolution"), arguments, x, taps, inputs, y, segments)
     return y
+
+
+class PrefillDeltaArguments(ctypes.Structure):
+    """prefill_delta.cpp's."""
+
+    _fields_ = fields(
+        "mixed z b a memory a_log dt_bias norm partner segments out",
+        "sequences k_heads v_heads key_width value_width row_stride memory_slot",
+        ("eps", FLOAT),
+        ("unit_eps", FLOAT),
+        ("threads", INT),
+    )
+
+
+def prefill_delta(
+    library: Library,
+    mixed: Tensor,
+    gates: tuple[Tensor, Tensor, Tensor],
+    memory: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm: Tensor,
+    partner: Tensor,
+    eps: float,
+    unit_eps: float,
+    segments: Tensor,
+    threads: int = 1,
+) -> Tensor:
+    """All tokens of a step through the gated delta rule of each head, in chunks, and the gated norm of what they read:
+    fp32 [tokens, value heads * value width]. The formula is `delta_step`'s.
+
+    mixed: fp32 [tokens, channels], dense: what `prefill_convolution` gave. gates: (z, b, a), fp32 [tokens, ...], parts
+    of one product. memory: fp32 [slots, value heads, key width, value width], each slot dense, a sequence's state
+    before the step; that after it is left there. a_log, dt_bias, norm, partner, eps, unit_eps: `delta_step`'s.
+    segments: see `prefill_attention`. The result does not depend on `threads`, nor on the other sequences.
+    """
+    z, b, a = gates
+    _, v_heads, key_width, value_width = memory.shape
+    row = z.stride(0)
+    assert len(z) <= 1 or row == b.stride(0) == a.stride(0)
+    out = torch.empty(len(mixed), v_heads * value_width)
+    k_heads = (mixed.shape[1] - v_heads * value_width) // (2 * key_width)
+    arguments = PrefillDeltaArguments(
+        mixed.data_ptr(), z.data_ptr(), b.data_ptr(), a.data_ptr(), memory.data_ptr(), a_log.data_ptr(),
+        dt_bias.data_ptr(), norm.data_ptr(), partner.data_ptr(), segments.data_ptr(), out.data_ptr(),
+        segments.shape[0], k_heads, v_heads, key_width, value_width, row, memory.stride(0), eps, unit_eps, threads,
+    )  # fmt: skip
+    call(
+        library.operation("prefill_delta"), arguments,
+        mixed, z, b, a, memory, a_log, dt_bias, norm, partner, segments, out,
+    )  # fmt: skip
+    return out

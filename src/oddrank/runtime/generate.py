@@ -1,5 +1,6 @@
 """The front door: a model directory and a plan in, text or logits out, every rank a process of its own."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,8 @@ from oddrank.runtime.text import TextStream
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 OnText = Callable[[int, str], object]
 """Called with (index of the prompt, the text that came to it)."""
@@ -164,8 +167,15 @@ def generate(
     experts.check(plan.model)
     check_prompts(Path(model), plan, prompts)
     with Session(model, plan, dtype=dtype, device=device, threads=threads, slots=slots, experts=experts) as session:
-        texts = any(isinstance(p, str) for p in prompts) or has_tokenizer(session.path)
-        tokenizer = load_tokenizer(session.path) if texts else None  # while the ranks load
+        texts = any(isinstance(p, str) for p in prompts)
+        tokenizer = None
+        if texts or has_tokenizer(session.path):
+            try:
+                tokenizer = load_tokenizer(session.path)  # while the ranks load
+            except OddrankError as error:
+                if texts:
+                    raise
+                log.warning("%s Those that were given are continued, without a text.", error)
         ids = [encode(tokenizer, p, chat=chat) if isinstance(p, str) else list(p) for p in prompts]
         streams = [] if tokenizer is None else [TextStream(tokenizer) for _ in ids]
 
@@ -244,8 +254,8 @@ def load_tokenizer(path: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).strip().split("\n")[0]
+    except Exception as error:  # transformers' checks of the config and tokenizers' of its file have types of their own
+        first = " ".join(str(error).split())[:400]
         raise OddrankError(
             f"{path} has no tokenizer that transformers can load ({first}). Give token ids, or add the model's "
             "tokenizer.json."

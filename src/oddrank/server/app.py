@@ -13,6 +13,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from oddrank import __version__
 from oddrank.server.backend import Backend, RanksLostError, RequestFailedError
@@ -148,7 +149,9 @@ class _Watched:
                 begun, status = True, message["status"]
             try:
                 await send(message)
-            except (OSError, RuntimeError):  # the latter is uvloop's, where it closed the connection a moment ago
+            except (OSError, RuntimeError):
+                # uvloop's for a connection that it has closed: of a client that had asked twice on one, and then left,
+                # uvicorn tells the second request alone
                 gone = True
                 raise
             whole = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -259,11 +262,15 @@ async def _unless_left(request: Request, work: Awaitable[dict[str, Any]]) -> dic
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            raise ApiError(_LEFT, "The client left.")
+            raise _gone()
         return task.result()
     finally:
         watcher.cancel()
         task.cancel()
+
+
+def _gone() -> ApiError:
+    return ApiError(_LEFT, "The client left.")
 
 
 def _of_ranks(error: RequestFailedError | RanksLostError) -> ApiError:
@@ -273,18 +280,22 @@ def _of_ranks(error: RequestFailedError | RanksLostError) -> ApiError:
 
 
 async def _body(state: State, request: Request) -> bytes:
-    """ApiError for one that is too long, before it is read whole."""
+    """ApiError for one that is too long, before it is read whole, and where the client has left: uvicorn says so rather
+    than give what it has of the body, or even all of it, where it heard of both before it was asked."""
     limit = state.body_limit
     too_long = ApiError(413, f"The body is longer than {limit} bytes, the most that this server takes.")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise too_long
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise too_long
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise too_long
+            parts.append(part)
+    except ClientDisconnect:
+        raise _gone() from None
     return b"".join(parts)
 
 

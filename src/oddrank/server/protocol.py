@@ -6,6 +6,8 @@ ignored that would change the answer.
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -241,7 +243,14 @@ def parse(kind: type[T], body: bytes) -> T:
         first = max(error.errors(include_url=False, include_input=False), key=lambda e: len(e["loc"]))
         where = ".".join(str(part) for part in first["loc"] if not _of_union(part))
         if first["type"] == "json_invalid":
-            raise ApiError(400, f"The body is not valid JSON: {first['msg']}.") from None
+            half = _half_character(body)
+            if half is not None:
+                raise ApiError(
+                    400,
+                    f"The body has {half}, half of a surrogate pair without its other half, which is no character. "
+                    "Leave it out, or send the whole character, as itself or as both halves.",
+                ) from None
+            raise ApiError(400, f"The body is not valid JSON: {first['ctx']['error']}.") from None
         if first["type"] == "extra_forbidden":
             message = f'"{where}" is not supported by this server, or misspelt; leave it out.'
         elif first["type"] == "value_error":
@@ -253,6 +262,15 @@ def parse(kind: type[T], body: bytes) -> T:
         else:
             message = f"{where}: {first['msg']}." if where else f"{first['msg']}."
         raise ApiError(400, message, param=where or None) from None
+
+
+def _half_character(body: bytes) -> str | None:
+    r"""The first lone surrogate, as \uXXXX, in JSON that is right but for those."""
+    try:
+        found = re.search("[\ud800-\udfff]", json.dumps(json.loads(body), ensure_ascii=False))
+    except (ValueError, RecursionError):
+        return None
+    return None if found is None else f"\\u{ord(found[0]):04x}"
 
 
 def _of_union(part: int | str) -> bool:

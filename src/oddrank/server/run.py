@@ -28,6 +28,7 @@ from oddrank.server.backend import Backend
 from oddrank.server.logs import lines, log
 from oddrank.server.metrics import Metrics
 from oddrank.server.served import Defaults, Served
+from oddrank.words import counted
 
 DRAIN_SECONDS = 60
 """How long answers that are being given may go on after SIGTERM."""
@@ -85,6 +86,8 @@ def serve(
             run_until_ended(State(served, backend, metrics, options.key), listener, on_ready)
         finally:
             backend.close()
+        if backend.failure is not None and options.log_json:  # the command's own last word is no object
+            log.error("%s", backend.failure)
     if backend.failure is not None:
         raise backend.failure
 
@@ -144,7 +147,6 @@ class _Server(uvicorn.Server):
 
     async def _end_when_lost(self) -> None:
         await self._state.backend.lost.wait()
-        log.error("%s", self._state.backend.failure)
         await asyncio.sleep(_LAST_WORDS)
         self.should_exit = True
 
@@ -153,7 +155,7 @@ class _Server(uvicorn.Server):
         if self._state.draining:
             self.should_exit = self.force_exit = True
             return
-        log.info("ending: %d sequences are still being answered", self._state.backend.pending)
+        log.info("ending; still being answered: %s", counted(self._state.backend.pending, "sequence"))
         self._state.draining, self._deadline = True, time.monotonic() + DRAIN_SECONDS
 
     async def on_tick(self, counter: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from oddrank.server.chat import Renderer
 from oddrank.server.protocol import ApiError
 from oddrank.server.vocabulary import Vocabulary
+from oddrank.words import counted
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Served:
         if wanted is None and left >= 1:
             return left
         if left < (wanted if wanted is not None else 1):
-            asked = f"{prompt} tokens of prompt" + (f" and {wanted} of answer" if wanted is not None else "")
+            asked = f"{counted(prompt, 'token')} of prompt" + (f" and {wanted} of answer" if wanted is not None else "")
             raise ApiError(
                 400, f"The model takes {self.max_length} tokens together, and these are {asked}. Shorten the prompt"
                 + (", or ask for fewer." if wanted is not None else "."), code="context_length_exceeded",

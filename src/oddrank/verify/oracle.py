@@ -11,6 +11,7 @@ import numpy as np
 from oddrank.errors import OddrankError
 from oddrank.verify.compare import Logits
 from oddrank.verify.decode import plain_state, quantization_of
+from oddrank.words import counted
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -27,7 +28,9 @@ def transformers_logits(model: str | os.PathLike[str], prompts: Sequence[Sequenc
     logging.disable_progress_bar()
     try:
         loaded = _load(os.fspath(model), getattr(torch, DTYPES[dtype]))
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except OddrankError:
+        raise
+    except Exception as error:  # transformers' checks of a config have types of their own
         first = " ".join(str(error).split())[:400]
         raise OddrankError(f"transformers cannot load {model}, so nothing can be verified: {first}") from error
     loaded.eval()
@@ -61,8 +64,8 @@ def _load(model: str, dtype: Any) -> Any:
     missing = sorted(info["missing_keys"])
     if missing:
         raise OddrankError(
-            f"transformers finds no weights for {len(missing)} tensors of {model} ({', '.join(missing[:3])}), so "
-            "nothing can be verified."
+            f"transformers finds no weights for {counted(len(missing), 'tensor')} of {model} "
+            f"({', '.join(missing[:3])}), so nothing can be verified."
         )
     return loaded
 

@@ -17,6 +17,7 @@ from oddrank.runtime.experts.share import ExpertShare
 from oddrank.runtime.layers.module import Module
 from oddrank.runtime.step import Step
 from oddrank.runtime.threads import torch_threads
+from oddrank.words import counted
 
 _PROMPT, _TOKENS, _WARM = 32, 8, 2
 """What is measured: a prompt of this many tokens and an answer of this many, after an answer of `_WARM` tokens."""
@@ -151,13 +152,13 @@ def _slowest(kind: str, mine: tuple[float, float], share: ExpertShare) -> Measur
 def _describe(layers: Sequence[Experts], share: ExpertShare) -> str:
     backend, experts = layers[0].backend, layers[0].layouts[0].experts
     size = sum(layer.held() for layer in layers)
-    parts = [f"{backend.name}, {len(layers)} layers of {experts}, {_bytes(size)}"]
+    parts = [f"{backend.name}, {counted(len(layers), 'layer')} of {experts}, {_bytes(size)}"]
     parts.append(f"on {share.device}" if backend.on_device else "in host memory")
     if backend.caches:
         slots = share.slots(experts)
         parts.append(f"with {slots} of each layer cached on {share.device} ({_bytes(size * slots // experts)})")
     if backend.name in ("cpu", "hybrid"):
-        parts.append(f"computed on {share.pool.size} thread{'s' if share.pool.size > 1 else ''}")
+        parts.append(f"computed on {counted(share.pool.size, 'thread')}")
     return " ".join(parts)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from oddrank.native.delta import delta_step
 from oddrank.native.operations import compiled
+from oddrank.native.prefill import prefill_delta
 from oddrank.runtime.layers.convolution import ShortConvolution
 from oddrank.runtime.layers.gated_delta import UNIT_EPS, one_sequence, one_token, unit
 from oddrank.runtime.layers.module import Module, Parameter
@@ -61,7 +62,13 @@ class GatedDeltaRule(Module):
             )  # fmt: skip
         assert not step.decode or step.in_order
         tokens, wide = len(qkv), memory.dtype
-        q, k, v = torch.split_with_sizes(self.conv1d(qkv, step, inputs, self._threads).to(wide), self.sections, -1)
+        mixed = self.conv1d(qkv, step, inputs, self._threads)
+        if library is not None and wide == torch.float32:
+            return prefill_delta(
+                library, mixed, (z, b, a), memory, self.A_log.data, self.dt_bias.data, self.norm.gain(), self.partner,
+                self.norm.eps, UNIT_EPS, step.spans, self._threads,
+            )  # fmt: skip
+        q, k, v = torch.split_with_sizes(mixed.to(wide), self.sections, -1)
         q, k = (unit(t.view(tokens, self.k_heads, -1)).index_select(1, self.partner) for t in (q, k))
         v = v.view(tokens, self.v_heads, -1)
         decay = -self.A_log.data.exp() * F.softplus(a.to(wide) + self.dt_bias.data)

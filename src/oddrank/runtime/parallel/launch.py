@@ -22,10 +22,16 @@ from oddrank.runtime.topology.limits import quota
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# A terminal sends Ctrl-C, and supervisors send SIGTERM, to every process of a command; when ranks end is the launcher's
+# to say. The signals are blocked from their first instruction on.
+_LAUNCHERS = frozenset((signal.SIGINT, signal.SIGTERM))
+
 # The child's first message is its module path, so that it finds what this process finds.
 _BOOT = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 from multiprocessing.connection import Connection
 link = Connection(int(sys.argv[2]))
 sys.path[:] = __import__("pickle").loads(link.recv_bytes())
@@ -98,6 +104,7 @@ class Ranks:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), count)
         title = f"oddrank rank {start.rank} of {self.size}"
         fds = (theirs.fileno(), self._lifeline)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LAUNCHERS)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, title, *map(str, fds)],
@@ -107,6 +114,7 @@ class Ranks:
                 env=os.environ | threads,
             )
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self._processes.append(process)
         self._lines.append(ours)

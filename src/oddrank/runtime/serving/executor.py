@@ -18,6 +18,7 @@ from oddrank.runtime.serving.options import ServingOptions
 from oddrank.runtime.serving.scheduler import Piece, Work
 from oddrank.runtime.step import Step
 from oddrank.runtime.threads import THREADED_CACHE, torch_threads
+from oddrank.words import counted
 
 _ANGLES = 1 << 15
 """Positions whose angles are there from the start: what is recorded is lost whenever their table grows."""
@@ -181,9 +182,10 @@ def make_executor(model: Llama, options: ServingOptions, free: int) -> tuple[Exe
     told = group.all_gather(torch.tensor([pages], device=group.device), 0)
     pages = int(told.min())
     if pages < 1:
+        held = counted(options.running, "request")
         raise OddrankError(
             f"There is no room for KV cache: {budget / 2**20:.2f} MiB are there for it"
-            + (f", {options.running} requests' states take {options.running * state / 2**20:.0f} MiB" if state else "")
+            + (f", the states of {held} take {options.running * state / 2**20:.0f} MiB" if state else "")
             + f" and a page of {options.page} tokens takes {page / 2**20:.2f} MiB. Give more --kv-memory"
             + (", or take fewer --max-running-requests." if state else ".")
         )

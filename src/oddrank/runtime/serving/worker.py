@@ -38,6 +38,7 @@ from oddrank.runtime.serving.options import ServingOptions
 from oddrank.runtime.serving.pages import Pages, Snapshots
 from oddrank.runtime.serving.scheduler import Piece, Request, Scheduler, Work
 from oddrank.runtime.worker import load_rank
+from oddrank.words import counted
 
 T = TypeVar("T")
 
@@ -66,10 +67,10 @@ def serve_rank(group: Group, link: Link, job: ServeJob) -> None:
         cache = executor.cache
         states = 0 if cache.states is None else cache.states.nbytes()
         log.info(
-            "holds %.1f MiB of weights; KV cache of %d pages, %d tokens, %.1f MiB%s",
-            room.weights / 2**20, pages, pages * cache.size, (cache.nbytes() - states) / 2**20,
-            f"; states of {job.options.running} requests and {cache.snapshots} snapshots, {states / 2**20:.1f} MiB"
-            if states else "",
+            "holds %.1f MiB of weights; KV cache of %s, %d tokens, %.1f MiB%s",
+            room.weights / 2**20, counted(pages, "page"), pages * cache.size, (cache.nbytes() - states) / 2**20,
+            f"; states of {counted(job.options.running, 'request')} and {counted(cache.snapshots, 'snapshot')}, "
+            f"{states / 2**20:.1f} MiB" if states else "",
         )  # fmt: skip
         link.send(Ready(pages, cache.size, room.weights, cache.nbytes(), loaded.experts))
         gc.collect()

@@ -11,6 +11,7 @@ import msgspec
 
 from oddrank.errors import OddrankError
 from oddrank.runtime.topology.sysfs import UNEQUAL, Core, Topology
+from oddrank.words import counted
 
 _LEAST = 0.5
 """Ranks stay within memory nodes as long as none gets less than this of an even share of the cores."""
@@ -34,7 +35,7 @@ class Placement(msgspec.Struct, frozen=True):
     def describe(self) -> str:
         """One line for a log."""
         nodes = ("node " if len(self.nodes) == 1 else "nodes ") + ranges(self.nodes)
-        count = "1 thread" if len(self.threads) == 1 else f"{len(self.threads)} threads"
+        count = counted(len(self.threads), "thread")
         text = f"{count} on CPUs {ranges(self.threads)} ({nodes})"
         if set(self.cpus) != set(self.threads):
             text += f", of its slice {ranges(self.cpus)}"
