@@ -47,8 +47,10 @@ def test_products_with_many_rows(case: Case, exact: bool, level: str) -> None:
         made = sample(case, n, k, seed=n + k)
         matrix = native(made, exact)
         for m in BATCHES if (n, k) == SHAPES[3] else (33, 50, 70):
-            if not exact and "fp4" in case.name and (m < 64 or level != "avx512bf16"):
-                continue  # by integers: test_native_fixed.py
+            if not exact and m < 64 and ("fp4" in case.name or case.block[0] >= 32):
+                continue  # by integers, or blocks' scales go into x before it is rounded: test_native_fixed.py
+            if not exact and "fp4" in case.name and level != "avx512bf16":
+                continue
             x = rows(m, k)
             assert error(matrix.linear(x, threads=2), x, made.numbers) < 1, (n, k, m)
 

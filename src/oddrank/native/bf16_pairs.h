@@ -4,6 +4,8 @@
 // A row is taken in groups of 64 columns, two vectors of pairs. Several x: a tile of their columns at a time, which stays
 // in the first cache while the rows of a block take it, some at once; sums are the same for any number of x.
 #pragma once
+#include <type_traits>
+
 #include "abi.h"
 
 namespace oddrank {
@@ -12,6 +14,7 @@ namespace {
 constexpr int PAIRS_GROUP = 64;                 // columns
 constexpr int PAIRS_TILE = 1024;                // columns of a tile: of eight x half of the first cache
 constexpr int PAIRS_ROWS = 48;                  // rows that take a tile before the next one
+constexpr int64_t PAIRS_SHARED = 32;            // rows that share scales
 static_assert(SEGMENTS == PAIRS_GROUP, "abi.h tells matrices that are taken here from those that are not");
 
 inline __m512bh as_pairs(__m512i v) { return __m512bh(v); }
@@ -128,18 +131,18 @@ inline Vec sums_across(const Vec *v, int step) {
   return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 }
 
-// R rows times N x, groups [begin, end): `all` are the scaled sums so far.
+// R rows times N x, groups [begin, end): `all` are the scaled sums so far. unscaled: x has the scales in it already.
 template <class F, int R, int N>
 inline INLINE void pairs_tile(const Matrix &a, const F &decode, int64_t row, const uint8_t *const (&x)[N], int64_t begin,
-                              int64_t end, int64_t ahead, Vec (*all)[N]) {
-  const int64_t whole = a.k / PAIRS_GROUP, block = a.format == E4M3 ? a.block_k / PAIRS_GROUP : 0;
+                              int64_t end, int64_t ahead, Vec (*all)[N], bool unscaled = false) {
+  const int64_t whole = a.k / PAIRS_GROUP, block = a.format == E4M3 && !unscaled ? a.block_k / PAIRS_GROUP : 0;
   const int64_t each = block ? block : end;
   const uint8_t *rows[R], *codes[R];
   const float *scales[R];
   for (int r = 0; r < R; r++) {
     rows[r] = a.values + (row + r) * a.row_bytes;
     codes[r] = a.scales + (row + r) * a.scale_row;
-    scales[r] = a.format == E4M3 ? segment_scales(a, row + r) : nullptr;
+    scales[r] = a.format == E4M3 && !unscaled ? segment_scales(a, row + r) : nullptr;
   }
   Vec sums[R][N];
   int64_t segment = begin / each;  // begins there
@@ -169,6 +172,59 @@ inline INLINE void pairs_tile(const Matrix &a, const F &decode, int64_t row, con
   }
 }
 
+// Groups [0, count) of x as pairs in the decoder's order, times scale(group); zeros behind k columns.
+template <class F, class Scale>
+inline INLINE void pairs_arrange_as(const float *x, int64_t k, int64_t count, Scale scale, uint8_t *out) {
+  for (int64_t g = 0; g < count; g++, x += PAIRS_GROUP, out += 2 * PAIRS_GROUP) {
+    alignas(64) float last[PAIRS_GROUP];
+    const float *from = x;
+    if (k - g * PAIRS_GROUP < PAIRS_GROUP) {
+      std::memset(last, 0, sizeof last);
+      std::memcpy(last, x, size_t(k - g * PAIRS_GROUP) * 4);
+      from = last;
+    }
+    const Vec by = set1(scale(g));
+    __m512i pairs[2];
+    for (int i = 0; i < 2; i++)
+      pairs[i] = __m512i(_mm512_cvtne2ps_pbh(mul(_mm512_loadu_ps(from + 32 * i + 16), by), mul(_mm512_loadu_ps(from + 32 * i), by)));
+    F::order(pairs);
+    _mm512_store_si512(out, pairs[0]);
+    _mm512_store_si512(out + 64, pairs[1]);
+  }
+}
+
+inline int64_t pairs_bytes(int64_t k) {
+  const int64_t lines = 2 * pairs_groups(k);
+  return (lines > 0) * (lines + 1) * 64;
+}
+
+// Scales of blocks that many rows share multiply x, in fp32 before it is rounded. Multiplying the sums of every 128 columns
+// instead takes half as long as their products.
+inline bool pairs_scale_x(const Matrix &a) { return a.format == E4M3 && a.block_k && a.block_n >= PAIRS_SHARED; }
+
+// The same as below for rows that share their scales, at most PAIRS_ROWS. all: [rows][N]
+template <class F, int N>
+void pairs_scaled_rows(const Matrix &a, const F &decode, const uint8_t *const *from, int64_t row, int rows, Vec (*all)[N]) {
+  constexpr int R = N <= F::WIDE ? 4 : F::ROWS;
+  constexpr int64_t TILE = PAIRS_TILE / PAIRS_GROUP;
+  const int64_t count = pairs_groups(a.k), block = a.block_k / PAIRS_GROUP;
+  const float *scales = segment_scales(a, row);
+  alignas(64) uint8_t scaled[N][TILE * 2 * PAIRS_GROUP];
+  for (int64_t t = 0; t < count; t += TILE) {
+    const int64_t some = t + TILE < count ? TILE : count - t, left = a.k - t * PAIRS_GROUP;
+    const uint8_t *x[N];
+    for (int n = 0; n < N; n++) {
+      const float *numbers = reinterpret_cast<const float *>(from[n] + pairs_bytes(a.k)) + t * PAIRS_GROUP;
+      pairs_arrange_as<F>(numbers, left, some, [&](int64_t g) INLINE { return scales[(t + g) / block]; }, scaled[n]);
+      x[n] = scaled[n] - t * 2 * PAIRS_GROUP;
+    }
+    int r = 0;
+    for (; r + R <= rows; r += R)
+      pairs_tile<F, R, N>(a, decode, row + r, x, t, t + some, R * a.row_bytes, all + r, true);
+    for (; r < rows; r++) pairs_tile<F, 1, N>(a, decode, row + r, x, t, t + some, R * a.row_bytes, all + r, true);
+  }
+}
+
 template <class F, int N>
 void pairs_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int64_t end, float *y, int64_t stride) {
   constexpr int R = N == 1 ? 1 : N <= F::WIDE ? 4 : F::ROWS;  // as many sums as fit the registers beside the rest
@@ -179,12 +235,18 @@ void pairs_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int6
   const int64_t ahead = N == 1 ? AHEAD : R * a.row_bytes;
   const uint8_t *x[N];
   for (int n = 0; n < N; n++) x[n] = from[n];
+  const bool scale_x = N > 1 && pairs_scale_x(a);
   Vec all[PAIRS_ROWS][N];
-  for (int64_t row = begin; row < end; row += PAIRS_ROWS) {
-    const int rows = end - row < PAIRS_ROWS ? int(end - row) : PAIRS_ROWS;
+  for (int64_t row = begin, next; row < end; row = next) {
+    next = row + PAIRS_ROWS;
+    if (scale_x && next > (row / a.block_n + 1) * a.block_n) next = (row / a.block_n + 1) * a.block_n;
+    if (next > end) next = end;
+    const int rows = int(next - row);
     for (int r = 0; r < rows; r++)
       for (int n = 0; n < N; n++) all[r][n] = zero();
-    for (int64_t t = 0; t < count; t += tile) {
+    if constexpr (std::is_same<F, PairsE4m3>::value && N > 1)
+      if (scale_x) pairs_scaled_rows<F, N>(a, decode, from, row, rows, all);
+    for (int64_t t = scale_x ? count : 0; t < count; t += tile) {
       const int64_t stop = t + tile < count ? t + tile : count;
       int r = 0;
       for (; r + R <= rows; r += R) pairs_tile<F, R, N>(a, decode, row + r, x, t, stop, ahead, all + r);
@@ -217,34 +279,22 @@ void pairs_multiply_as(const Matrix &a, const uint8_t *const *x, int64_t m, int6
   }
 }
 
-template <class F>
-void pairs_arrange_as(const float *x, int64_t k, uint8_t *out) {
-  for (int64_t c = 0; c < k; c += PAIRS_GROUP, x += PAIRS_GROUP, out += 2 * PAIRS_GROUP) {
-    alignas(64) float last[PAIRS_GROUP];
-    const float *from = x;
-    if (k - c < PAIRS_GROUP) {
-      std::memset(last, 0, sizeof last);
-      std::memcpy(last, x, size_t(k - c) * 4);
-      from = last;
-    }
-    __m512i pairs[2];
-    for (int i = 0; i < 2; i++)
-      pairs[i] = __m512i(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 32 * i + 16), _mm512_loadu_ps(from + 32 * i)));
-    F::order(pairs);
-    _mm512_store_si512(out, pairs[0]);
-    _mm512_store_si512(out + 64, pairs[1]);
-  }
-}
-
 bool paired(const Matrix &a) {
   return !a.exact && (a.format == BF16 || a.format == MXFP8 || (a.format == E4M3 && a.block_k % PAIRS_GROUP == 0));
 }
 
-int64_t pairs_arranged(const Matrix &a) { return (2 * pairs_groups(a.k) + 1) * 64 * (pairs_groups(a.k) > 0); }
+// e4m3 keeps x as it came behind its pairs: see pairs_scale_x.
+int64_t pairs_arranged(const Matrix &a) {
+  return pairs_bytes(a.k) + (a.format == E4M3) * pairs_groups(a.k) * PAIRS_GROUP * 4;
+}
 
 void pairs_arrange(const Matrix &a, const float *x, int64_t m, int64_t stride, uint8_t *out) {
-  for (int64_t b = 0; b < m; b++, x += stride, out += pairs_arranged(a))
-    a.format == BF16 ? pairs_arrange_as<PairsBf16>(x, a.k, out) : pairs_arrange_as<PairsE4m3>(x, a.k, out);
+  const auto one = [](int64_t) INLINE { return 1.0f; };
+  const int64_t count = pairs_groups(a.k);
+  for (int64_t b = 0; b < m; b++, x += stride, out += pairs_arranged(a)) {
+    a.format == BF16 ? pairs_arrange_as<PairsBf16>(x, a.k, count, one, out) : pairs_arrange_as<PairsE4m3>(x, a.k, count, one, out);
+    if (a.format == E4M3) std::memcpy(out + pairs_bytes(a.k), x, size_t(a.k) * 4);
+  }
 }
 
 void pairs_multiply(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
