@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ SCRIPTS = (
     "plan", "hub", "pad", "quantized", "load", "load_quantized", "allreduce", "kernels", "operations", "decode",
     "prefill", "moe_decode", "compare", "vllm_load", "serving",
 )  # fmt: skip
+WHEN_NAMED = ("compare_kernels",)
+"""Not among those that run without a name: other libraries' kernels, which few have installed."""
 LIMIT_S, ENDING_S = 900, 60
 
 
@@ -90,13 +93,15 @@ def write_readme(section: str) -> None:
     os.replace(fresh, README)
 
 
-def updated(section: str) -> str:
+def updated(section: str, names: Iterable[str]) -> str:
     """The README's section with the rows of `section` in place of those of the same name, new ones at the table's end,
-    and a line that says when."""
+    and a line that says when. That one of the scripts `names` was not measured is no longer said."""
+    unmeasured = tuple(f"| {name} | not measured" for name in names)
     old = README.read_text().partition(BEGIN)[2].partition(END)[0].strip().splitlines()
     new = [line for line in section.splitlines() if line.startswith("|")][2:]
     fresh = {line.split("|")[1].strip(): line for line in new}
-    rows = [fresh.pop(line.split("|")[1].strip(), line) if line.startswith("|") else line for line in old]
+    kept = [line for line in old if not line.startswith(unmeasured)]
+    rows = [fresh.pop(line.split("|")[1].strip(), line) if line.startswith("|") else line for line in kept]
     last = max(i for i, line in enumerate(rows) if line.startswith("|"))
     named = section.rsplit("Load average when each began: ", 1)[-1]
     today = datetime.datetime.now(datetime.UTC).date()
@@ -105,13 +110,14 @@ def updated(section: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python bench", description=__doc__)
-    only = f"of {', '.join(SCRIPTS)}: only these, and the README stays as it is"
+    known = SCRIPTS + WHEN_NAMED
+    only = f"of {', '.join(known)}: only these, and the README stays as it is"
     parser.add_argument("names", nargs="*", metavar="NAME", help=only)
     parser.add_argument("--update", action="store_true", help="put the rows of these in the README's table")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if unknown := set(options.names) - set(SCRIPTS):
-        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}")
+    if unknown := set(options.names) - set(known):
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     machine = describe()
     reports: dict[str, dict[str, Any]] = {}
     for name in options.names or SCRIPTS:
@@ -122,7 +128,7 @@ def main() -> int:
     if not options.names:
         write_readme(section)
     elif options.update:
-        write_readme(updated(section))
+        write_readme(updated(section, reports))
     print(json.dumps({"machine": machine, "reports": reports}, indent=2) if options.json else section)
     failed = any("failed" in r or any(x["passed"] is False for x in rows_of(r)) for r in reports.values())
     return 1 if failed else 0

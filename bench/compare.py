@@ -32,6 +32,7 @@ from oddrank.checkpoint import Checkpoint, by_alignment
 from oddrank.checkpoint.dtypes import nbytes
 from oddrank.checkpoint.writer import Entry, header_bytes
 from oddrank.demo.smollm2 import DEFAULT_OUT, ensure_model, fetch_gguf
+from oddrank.native import library
 from oddrank.runtime.topology.limits import cores_available
 from oddrank.synth.numbers import from_bf16
 from oddrank.synth.schemes import NVFP4
@@ -117,6 +118,9 @@ def installed(module: str) -> bool:
 
 def main() -> int:
     load, threads = round(os.getloadavg()[0], 2), cores_available()
+    if library() is None:
+        print(json.dumps({"load": load, "failed": "the compiled kernels are missing"}))
+        return 1
     torch.set_num_threads(threads)
     model = Path(__file__).resolve().parents[1] / DEFAULT_OUT
     ensure_model(model)

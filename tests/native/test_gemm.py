@@ -48,7 +48,7 @@ def test_products_with_many_rows(case: Case, exact: bool, level: str) -> None:
         matrix = native(made, exact)
         for m in BATCHES if (n, k) == SHAPES[3] else (33, 50, 70):
             if not exact and m < 64 and ("fp4" in case.name or case.block[0] >= 32):
-                continue  # by integers, or x is multiplied by the scales of blocks and then rounded: test_native_fixed.py
+                continue  # by integers, or blocks' scales go into x before it is rounded: test_native_fixed.py
             if not exact and "fp4" in case.name and level != "avx512bf16":
                 continue
             x = rows(m, k)

@@ -102,13 +102,7 @@ void pairs_gemm_multiply_as(const Matrix &a, const uint8_t *x, int64_t m, int64_
       }
     }
   }
-  for (int64_t p = 0; p < panels; p++) {
-    const int64_t first = p * GEMM_PANEL, count = m - first < GEMM_PANEL ? m - first : GEMM_PANEL;
-    gemm_give(sums + first * steps * GEMM_R, rows, count, bias, y + first * stride, stride);
-  }
-  for (int64_t r = 0; r < rows; r++)
-    if (bad[r])
-      for (int64_t b = 0; b < m; b++) y[b * stride + r] = NAN;
+  gemm_give_all(sums, rows, m, bias, bad, y, stride);
 }
 
 // x's numbers in the order of the decoder, two a pair: [pairs][GEMM_PANEL]

@@ -67,6 +67,19 @@ inline void gemm_give(const float *sums, int64_t rows, int64_t count, const floa
       for (int64_t i = 0; i < rows; i++) y[b * stride + i] += bias[i];
 }
 
+// y of m x from the sums of `rows` rows, which lie in whole steps of the kernel; NaN in the rows that are `bad`.
+inline void gemm_give_all(const float *sums, int64_t rows, int64_t m, const float *bias, const bool *bad, float *y,
+                          int64_t stride) {
+  const int64_t padded = (rows + GEMM_R - 1) / GEMM_R * GEMM_R;
+  for (int64_t first = 0; first < m; first += GEMM_PANEL) {
+    const int64_t count = m - first < GEMM_PANEL ? m - first : GEMM_PANEL;
+    gemm_give(sums + first * padded, rows, count, bias, y + first * stride, stride);
+  }
+  for (int64_t r = 0; r < rows; r++)
+    if (bad[r])
+      for (int64_t b = 0; b < m; b++) y[b * stride + r] = NAN;
+}
+
 template <class F>
 void gemm_multiply_as(const Matrix &a, const float *x, int64_t m, int64_t begin, int64_t end, const float *bias,
                       float *y, int64_t stride, float *scratch) {
@@ -94,13 +107,7 @@ void gemm_multiply_as(const Matrix &a, const float *x, int64_t m, int64_t begin,
       }
     }
   }
-  for (int64_t p = 0; p < panels; p++) {
-    const int64_t first = p * GEMM_PANEL, count = m - first < GEMM_PANEL ? m - first : GEMM_PANEL;
-    gemm_give(sums + first * steps * GEMM_R, rows, count, bias, y + first * stride, stride);
-  }
-  for (int64_t r = 0; r < rows; r++)
-    if (bad[r])
-      for (int64_t b = 0; b < m; b++) y[b * stride + r] = NAN;
+  gemm_give_all(sums, rows, m, bias, bad, y, stride);
 }
 
 template <class F>

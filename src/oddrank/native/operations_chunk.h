@@ -18,36 +18,17 @@ constexpr int CHUNK_ROWS = WIDTH == 16 ? 8 : 4;  // at a time: sums stay in regi
 
 inline int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 
-// out [ROWS, PANEL] = keep * out (not read where that is 0) + w [ROWS, n] x [n, PANEL]. w's numbers are row and column apart.
-template <int ROWS>
-inline void chunk_rows(const float *w, int64_t row, int64_t column, const float *x, int64_t x_row, int64_t n, float keep,
-                       float *out, int64_t out_row) {
-  Vec s[ROWS][2];
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < 2; v++) s[r][v] = keep == 0 ? zero() : set1(keep) * load(out + r * out_row + v * WIDTH);
-  for (int64_t c = 0; c < n; c++) {
-    const Vec a = load(x + c * x_row), b = load(x + c * x_row + WIDTH);
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) {
-      const Vec one = set1(w[r * row + c * column]);
-      s[r][0] = fma(one, a, s[r][0]);
-      s[r][1] = fma(one, b, s[r][1]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < 2; v++) store(out + r * out_row + v * WIDTH, s[r][v]);
-}
-
-// The same for any number of rows and of whole panels.
+// out [rows, width] = keep * out (not read where that is 0) + w [rows, n] x [n, width]. w's numbers are row and column apart;
+// width is whole panels.
 inline void chunk_product(const float *w, int64_t row, int64_t column, int64_t rows, const float *x, int64_t x_row,
                           int64_t n, int64_t width, float keep, float *out, int64_t out_row) {
+  const auto kept = [keep](const float *sum, int) { return keep == 0 ? zero() : set1(keep) * load(sum); };
   for (int64_t p = 0; p < width; p += PANEL) {
     int64_t r = 0;
     for (; r + CHUNK_ROWS <= rows; r += CHUNK_ROWS)
-      chunk_rows<CHUNK_ROWS>(w + r * row, row, column, x + p, x_row, n, keep, out + r * out_row + p, out_row);
-    for (; r < rows; r++) chunk_rows<1>(w + r * row, row, column, x + p, x_row, n, keep, out + r * out_row + p, out_row);
+      panel_product<CHUNK_ROWS>(w + r * row, row, column, x + p, x_row, n, out + r * out_row + p, out_row, kept);
+    for (; r < rows; r++)
+      panel_product<1>(w + r * row, row, column, x + p, x_row, n, out + r * out_row + p, out_row, kept);
   }
 }
 

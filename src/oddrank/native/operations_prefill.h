@@ -16,18 +16,18 @@ constexpr int SCORE_ROWS = WIDTH == 16 ? 12 : WIDTH == 8 ? 6 : 4;  // keys at a 
 constexpr int VALUE_ROWS = WIDTH == 16 ? 8 : 4;                    // channels at a time
 static_assert(TILE_KEYS % SCORE_ROWS == 0, "a tile is whole steps");
 
-// out [ROWS, PANEL] = (out * shrink, or 0 where that is null) + w [ROWS, columns] x [columns, PANEL], w's numbers being
-// row and column apart.
-template <int ROWS>
-inline void panel_product(const float *w, int64_t row, int64_t column, const float *x, int64_t columns,
-                          const float *shrink, float *out) {
+// out [ROWS, PANEL] = start(out's first of a vector, which vector) + w [ROWS, columns] x [columns, PANEL], w's numbers being
+// row and column apart, rows of x and out x_row and out_row.
+template <int ROWS, class Start>
+inline __attribute__((always_inline)) void panel_product(const float *w, int64_t row, int64_t column, const float *x,
+                                                         int64_t x_row, int64_t columns, float *out, int64_t out_row,
+                                                         Start start) {
   Vec s[ROWS][2];
 #pragma GCC unroll 12
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < 2; v++)
-      s[r][v] = shrink ? load(out + r * PANEL + v * WIDTH) * load(shrink + v * WIDTH) : zero();
+    for (int v = 0; v < 2; v++) s[r][v] = start(out + r * out_row + v * WIDTH, v);
   for (int64_t c = 0; c < columns; c++) {
-    const Vec a = load(x + c * PANEL), b = load(x + c * PANEL + WIDTH);
+    const Vec a = load(x + c * x_row), b = load(x + c * x_row + WIDTH);
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++) {
       const Vec one = set1(w[r * row + c * column]);
@@ -37,8 +37,10 @@ inline void panel_product(const float *w, int64_t row, int64_t column, const flo
   }
 #pragma GCC unroll 12
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < 2; v++) store(out + r * PANEL + v * WIDTH, s[r][v]);
+    for (int v = 0; v < 2; v++) store(out + r * out_row + v * WIDTH, s[r][v]);
 }
+
+inline Vec from_zero(const float *, int) { return zero(); }
 
 int64_t block_panels(const Block &b) { return b.count * ((b.tokens + PANEL - 1) / PANEL); }
 
@@ -129,14 +131,15 @@ void attend_block(const Block &b) {
       const float *x = q + p * PANEL * dim;
       float *sums = acc + p * PANEL * dim;
       for (int64_t j = 0; j < keys; j += SCORE_ROWS)
-        panel_product<SCORE_ROWS>(k + j * dim, dim, 1, x, dim, nullptr, scores + j * PANEL);
+        panel_product<SCORE_ROWS>(k + j * dim, dim, 1, x, PANEL, dim, scores + j * PANEL, PANEL, from_zero);
       if (from + keys - 1 > least || (b.window && from <= last - b.window))
         hide(scores, from, keys, positions + p * PANEL, b.window);
       weigh_panel(scores, keys, most_so_far + p * PANEL, totals + p * PANEL, shrink);
+      const auto shrunk = [shrink](const float *sum, int half) { return load(sum) * load(shrink + half * WIDTH); };
       int64_t i = 0;
       for (; i + VALUE_ROWS <= dim; i += VALUE_ROWS)
-        panel_product<VALUE_ROWS>(v + i, 1, dim, scores, keys, shrink, sums + i * PANEL);
-      for (; i < dim; i++) panel_product<1>(v + i, 1, dim, scores, keys, shrink, sums + i * PANEL);
+        panel_product<VALUE_ROWS>(v + i, 1, dim, scores, PANEL, keys, sums + i * PANEL, PANEL, shrunk);
+      for (; i < dim; i++) panel_product<1>(v + i, 1, dim, scores, PANEL, keys, sums + i * PANEL, PANEL, shrunk);
     }
   }
   for (int64_t p = 0; p < panels; p++) {

@@ -73,7 +73,11 @@ void one_head(void *context, int64_t i) {
     }
     c.v = mixed + 2 * keys + head * a.value_width;
     c.out = a.out + row * values + head * a.value_width;
-    w.level->recur_chunk(c);
+    if (c.tokens > 1) {
+      w.level->recur_chunk(c);
+    } else {  // of a sequence that decodes in a step with prompts
+      w.level->recur({q, k, c.v, c.state, nullptr, a.key_width, a.value_width, ::expf(decay[0]), beta[0], c.scratch, c.out});
+    }
     for (int64_t t = 0; t < c.tokens; t++) {
       float *out = c.out + t * values;
       w.level->norm(out, nullptr, a.norm, out, a.value_width, a.eps);
