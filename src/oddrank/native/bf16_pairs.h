@@ -13,7 +13,7 @@ namespace {
 
 constexpr int PAIRS_GROUP = 64;                 // columns
 constexpr int PAIRS_TILE = 1024;                // columns of a tile: of eight x half of the first cache
-constexpr int PAIRS_ROWS = 48;                  // rows that take a tile before the next one
+constexpr int PAIRS_ROWS = 96;                  // rows that take a tile before the next one
 constexpr int64_t PAIRS_SHARED = 32;            // rows that share scales
 static_assert(SEGMENTS == PAIRS_GROUP, "abi.h tells matrices that are taken here from those that are not");
 

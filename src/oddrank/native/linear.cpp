@@ -25,8 +25,7 @@ struct LinearArguments {
 };
 
 constexpr int64_t PIECE = 48 << 10;  // bytes of weights in a piece of work: microseconds, many pieces a matrix
-constexpr int64_t BATCH_ROWS = 48;   // the least rows of one where there are several x: those that share a tile of them;
-                                     // of MANY x twice as many
+constexpr int64_t BATCH_ROWS = 96;   // the least rows of one where there are several x: those that share a tile of them
 
 struct Part {
   const uint8_t *const *x;  // m arranged ones
@@ -41,7 +40,7 @@ thread_local std::vector<const uint8_t *> x_memory;
 
 // A multiple of four, at least as many pieces as threads where there are rows enough.
 int64_t rows_of_piece(const Matrix &a, int64_t m, int threads) {
-  const int64_t shared = m < 2 ? 1 : m < MANY ? BATCH_ROWS : 2 * BATCH_ROWS;
+  const int64_t shared = m < 2 ? 1 : BATCH_ROWS;
   const int64_t by_size = std::max<int64_t>(PIECE / std::max<int64_t>(a.row_bytes, 1), shared);
   const int64_t by_threads = (a.n + threads - 1) / threads;
   return std::max<int64_t>(4, (std::min(by_size, by_threads) + 3) / 4 * 4);
