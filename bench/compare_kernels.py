@@ -294,6 +294,7 @@ def main() -> int:
     for turn in range(ROUNDS + 1):
         for name, (nbytes, work) in works.items():
             time.sleep(0.1)  # whose threads had work last may spin for 50 ms, on cores that are wanted
+            work()  # a thread that slept is often woken on the core of its waker, and moved milliseconds later
             wall, _ = seconds(work)
             if turn:  # the first warms up
                 times[name].append(wall / nbytes)
