@@ -47,9 +47,6 @@ struct Level {
   int64_t (*gemm_from)(const Matrix &a);
 };
 
-// x from which a level may take bf16 by another product, to which more rows at a time are worth giving.
-constexpr int64_t MANY = 10;
-
 // Scales of e4m3 that do not cover whole groups of a level's may be computed in another way than others.
 constexpr int64_t SEGMENTS = 64;
 inline constexpr bool alike(const Matrix &a, const Matrix &b) {

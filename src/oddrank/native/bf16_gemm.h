@@ -108,7 +108,7 @@ void pairs_gemm_multiply_as(const Matrix &a, const uint8_t *x, int64_t m, int64_
 // x's numbers in the order of the decoder, two a pair: [pairs][GEMM_PANEL]
 template <class F>
 void pairs_gemm_pack_as(const Matrix &a, const float *const *x, int64_t count, uint8_t *out) {
-  const int64_t width = groups<F>(a.k) * F::GROUP, from = (width - a.k + F::GROUP - 1) / F::GROUP ? width - F::GROUP : width;
+  const int64_t width = groups<F>(a.k) * F::GROUP;
   for (int64_t t = 0; t < width; t += F::GROUP)
     for (int v = 0; v < LANES_V; v++)
       for (int part = 0; part < F::GROUP / 32; part++) {
@@ -118,7 +118,7 @@ void pairs_gemm_pack_as(const Matrix &a, const float *const *x, int64_t count, u
           if (v * LANE_X + b < count)
             for (int i = 0; i < 32; i++) {
               const int64_t column = t + F::column(32 * part + i);
-              if (t < from || column < a.k) numbers[i] = x[v * LANE_X + b][column] * F::OF_X;
+              if (column < a.k) numbers[i] = x[v * LANE_X + b][column] * F::OF_X;
             }
           pairs[b] = __m512i(_mm512_cvtne2ps_pbh(load(numbers + 16), load(numbers)));
         }

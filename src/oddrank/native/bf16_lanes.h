@@ -7,6 +7,7 @@
 namespace oddrank {
 namespace {
 
+constexpr int64_t LANES_FROM = 10;      // x: with fewer the empty lanes cost more than the sums across vectors
 constexpr int LANE_X = 16, LANES_V = 2;  // x in a vector, and vectors at once
 constexpr int LANES_R = 12;             // rows at once: 24 sums
 constexpr int LANES_ROWS = 96;          // rows that take a tile of x

@@ -4,8 +4,6 @@
 // A row is taken in groups of 64 columns, two vectors of pairs. Several x: a tile of their columns at a time, which stays
 // in the first cache while the rows of a block take it, some at once; sums are the same for any number of x.
 #pragma once
-#include <type_traits>
-
 #include "abi.h"
 
 namespace oddrank {
@@ -202,27 +200,15 @@ inline int64_t pairs_bytes(int64_t k) {
 // instead takes half as long as their products.
 inline bool pairs_scale_x(const Matrix &a) { return a.format == E4M3 && a.block_k && a.block_n >= PAIRS_SHARED; }
 
-// The same as below for rows that share their scales, at most PAIRS_ROWS. all: [rows][N]
-template <class F, int N>
-void pairs_scaled_rows(const Matrix &a, const F &decode, const uint8_t *const *from, int64_t row, int rows, Vec (*all)[N]) {
-  constexpr int R = N <= F::WIDE ? 4 : F::ROWS;
-  constexpr int64_t TILE = PAIRS_TILE / PAIRS_GROUP;
-  const int64_t count = pairs_groups(a.k), block = a.block_k / PAIRS_GROUP;
+// x times the scales of `row`'s blocks, groups [begin, end), as pairs at `scaled`; gives where x would then begin.
+template <class F>
+inline const uint8_t *pairs_scaled(const Matrix &a, const uint8_t *x, int64_t row, int64_t begin, int64_t end, uint8_t *scaled) {
+  const float *numbers = reinterpret_cast<const float *>(x + pairs_bytes(a.k)) + begin * PAIRS_GROUP;
   const float *scales = segment_scales(a, row);
-  alignas(64) uint8_t scaled[N][TILE * 2 * PAIRS_GROUP];
-  for (int64_t t = 0; t < count; t += TILE) {
-    const int64_t some = t + TILE < count ? TILE : count - t, left = a.k - t * PAIRS_GROUP;
-    const uint8_t *x[N];
-    for (int n = 0; n < N; n++) {
-      const float *numbers = reinterpret_cast<const float *>(from[n] + pairs_bytes(a.k)) + t * PAIRS_GROUP;
-      pairs_arrange_as<F>(numbers, left, some, [&](int64_t g) INLINE { return scales[(t + g) / block]; }, scaled[n]);
-      x[n] = scaled[n] - t * 2 * PAIRS_GROUP;
-    }
-    int r = 0;
-    for (; r + R <= rows; r += R)
-      pairs_tile<F, R, N>(a, decode, row + r, x, t, t + some, R * a.row_bytes, all + r, true);
-    for (; r < rows; r++) pairs_tile<F, 1, N>(a, decode, row + r, x, t, t + some, R * a.row_bytes, all + r, true);
-  }
+  const int64_t block = a.block_k / PAIRS_GROUP;
+  pairs_arrange_as<F>(numbers, a.k - begin * PAIRS_GROUP, end - begin,
+                      [&](int64_t g) INLINE { return scales[(begin + g) / block]; }, scaled);
+  return scaled - begin * 2 * PAIRS_GROUP;
 }
 
 template <class F, int N>
@@ -231,11 +217,12 @@ void pairs_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int6
   const F decode;
   const int64_t count = pairs_groups(a.k), block = a.format == E4M3 ? a.block_k / PAIRS_GROUP : 0;
   int64_t tile = N == 1 ? count : PAIRS_TILE / PAIRS_GROUP;
-  if (block) tile = (tile + block - 1) / block * block;  // whole segments
+  const bool scale_x = N > 1 && pairs_scale_x(a);
+  if (block && !scale_x) tile = (tile + block - 1) / block * block;  // whole segments
   const int64_t ahead = N == 1 ? AHEAD : R * a.row_bytes;
   const uint8_t *x[N];
   for (int n = 0; n < N; n++) x[n] = from[n];
-  const bool scale_x = N > 1 && pairs_scale_x(a);
+  alignas(64) uint8_t scaled[N][2 * PAIRS_TILE];
   Vec all[PAIRS_ROWS][N];
   for (int64_t row = begin, next; row < end; row = next) {
     next = row + PAIRS_ROWS;
@@ -244,14 +231,14 @@ void pairs_rows(const Matrix &a, const uint8_t *const *from, int64_t begin, int6
     const int rows = int(next - row);
     for (int r = 0; r < rows; r++)
       for (int n = 0; n < N; n++) all[r][n] = zero();
-    if constexpr (std::is_same<F, PairsE4m3>::value && N > 1)
-      if (scale_x) pairs_scaled_rows<F, N>(a, decode, from, row, rows, all);
-    for (int64_t t = scale_x ? count : 0; t < count; t += tile) {
+    for (int64_t t = 0; t < count; t += tile) {
       const int64_t stop = t + tile < count ? t + tile : count;
+      if (scale_x)
+        for (int n = 0; n < N; n++) x[n] = pairs_scaled<F>(a, from[n], row, t, stop, scaled[n]);
       int r = 0;
-      for (; r + R <= rows; r += R) pairs_tile<F, R, N>(a, decode, row + r, x, t, stop, ahead, all + r);
+      for (; r + R <= rows; r += R) pairs_tile<F, R, N>(a, decode, row + r, x, t, stop, ahead, all + r, scale_x);
       if constexpr (R > 1)
-        for (; r < rows; r++) pairs_tile<F, 1, N>(a, decode, row + r, x, t, stop, ahead, all + r);
+        for (; r < rows; r++) pairs_tile<F, 1, N>(a, decode, row + r, x, t, stop, ahead, all + r, scale_x);
     }
     for (int r = rows; r % 16; r++)
       for (int n = 0; n < N; n++) all[r][n] = zero();

@@ -327,6 +327,5 @@ void multiply(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin
   with_format(a, [&](auto f) { multiply_as<decltype(f)>(a, numbers, m, begin, end, y, stride); });
 }
 
-
 }  // namespace
 }  // namespace oddrank

@@ -20,10 +20,10 @@ void arrange_here(const Matrix &a, const float *x, int64_t m, int64_t stride, ui
 
 void multiply_here(const Matrix &a, const uint8_t *const *x, int64_t m, int64_t begin, int64_t end, float *y,
                    int64_t stride) {
-  fixed(a)                        ? fixed_multiply(a, x, m, begin, end, y, stride)
-  : !paired(a)                    ? multiply(a, x, m, begin, end, y, stride)
-  : a.format == BF16 && m >= MANY ? lanes_multiply(a, x, m, begin, end, y, stride)  // with fewer too many lanes are empty
-                                  : pairs_multiply(a, x, m, begin, end, y, stride);
+  fixed(a)                              ? fixed_multiply(a, x, m, begin, end, y, stride)
+  : !paired(a)                          ? multiply(a, x, m, begin, end, y, stride)
+  : a.format == BF16 && m >= LANES_FROM ? lanes_multiply(a, x, m, begin, end, y, stride)
+                                        : pairs_multiply(a, x, m, begin, end, y, stride);
 }
 
 const Gemm *gemm_here(const Matrix &a) { return gemm_of_pairs(a) ? &pairs_gemm : &gemm; }

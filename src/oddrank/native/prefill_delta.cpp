@@ -1,5 +1,5 @@
-// Prompts through a gated delta net: its short convolution, the tokens of each sequence into every head's state a chunk at a
-// time, the gated norm of what they read.
+// Prompts through a gated delta net, after its short convolution (prefill_convolution.cpp): the tokens of each sequence into
+// every head's state a chunk at a time, the gated norm of what they read.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
